@@ -1,0 +1,131 @@
+"""How a message becomes bytes and comes back.
+
+Every message is a frozen Struct with an explicit tag `noun.verb/1` in the field `kind`. Control
+messages are JSON, so that any NATS tool can read a subject and `nats pub` can feed one; bulk
+rollout payloads (`Bulk`) are MessagePack maps with the same `kind` field. A reader tells the two
+apart by the first byte: a JSON object starts with `{` or white space, a MessagePack map never does.
+
+Decoding is in two stages: `kind_of` reads the tag only, then `decode` reads the body strictly. The
+three ways to fail are three exceptions, all `UndecodableMessage`, so that a receiver can dead-letter
+with a reason. Unknown fields are ignored (a newer sender may add defaulted ones).
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, TypeVar
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="message/0"):
+    """Base of all control messages (JSON on the wire)."""
+
+    bulk: ClassVar[bool] = False
+
+
+class Bulk(Message, frozen=True, kw_only=True, tag="bulk/0", gc=False):
+    """Base of bulk rollout payloads (MessagePack on the wire)."""
+
+    bulk: ClassVar[bool] = True
+
+
+class UndecodableMessage(ValueError):
+    """A peer's message that cannot be read. `reason` says what is wrong and, where known, in which field."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class NotAMessage(UndecodableMessage):
+    """Not JSON or MessagePack, or no string field `kind`."""
+
+
+class UnknownKind(UndecodableMessage):
+    """A well-formed envelope of a kind that this release, or this receiver, does not know."""
+
+
+class BadBody(UndecodableMessage):
+    """The kind is known, the body does not fit it."""
+
+
+M = TypeVar("M", bound="Message")
+
+
+class _Envelope(msgspec.Struct, frozen=True):
+    kind: str
+
+
+_json_envelope = msgspec.json.Decoder(_Envelope)
+_msgpack_envelope = msgspec.msgpack.Decoder(_Envelope)
+_json_encoder = msgspec.json.Encoder()
+_msgpack_encoder = msgspec.msgpack.Encoder()
+_decoders: dict[type[Message], msgspec.json.Decoder[Any]] = {}
+_bulk_decoders: dict[type[Message], msgspec.msgpack.Decoder[Any]] = {}
+
+MAX_MESSAGE_BYTES = 8 * 1024 * 1024
+"""The embedded server's max_payload; larger messages are refused before decoding."""
+
+
+def tag_of(kind: type[Message]) -> str:
+    """The wire tag of a message class, `noun.verb/1`."""
+    tag = kind.__struct_config__.tag
+    assert isinstance(tag, str)
+    return tag
+
+
+def registry() -> dict[str, type[Message]]:
+    """Every concrete message class by its tag. Import `messages` (the package) first: it imports all files."""
+    found: dict[str, type[Message]] = {}
+    pending: list[type[Message]] = [Message]
+    while pending:
+        cls = pending.pop()
+        pending.extend(cls.__subclasses__())
+        tag = tag_of(cls)
+        if not tag.endswith("/0"):
+            assert tag not in found, f"two message classes share the tag {tag}"
+            found[tag] = cls
+    return dict(sorted(found.items()))
+
+
+def encode(message: Message) -> bytes:
+    """Bytes of a message: MessagePack if its class is `Bulk`, JSON otherwise."""
+    return _msgpack_encoder.encode(message) if message.bulk else _json_encoder.encode(message)
+
+
+def _is_json(data: bytes) -> bool:
+    return data[:1] in (b"{", b" ", b"\t", b"\r", b"\n")
+
+
+def kind_of(data: bytes) -> str:
+    """The tag of an encoded message, without decoding its body. Raises `NotAMessage`."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise NotAMessage(f"message of {len(data)} bytes is larger than the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        envelope = _json_envelope.decode(data) if _is_json(data) else _msgpack_envelope.decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise NotAMessage(f"not a message with a string field 'kind': {error}") from error
+    return envelope.kind
+
+
+def decode(data: bytes, *accepted: type[M]) -> M:
+    """Decode one message of one of the `accepted` classes.
+
+    Raises `NotAMessage`, `UnknownKind` (a kind that is not among `accepted`) or `BadBody`.
+    """
+    kind = kind_of(data)
+    for cls in accepted:
+        if tag_of(cls) == kind:
+            break
+    else:
+        raise UnknownKind(f"kind {kind!r} is not one of {sorted(tag_of(cls) for cls in accepted)}")
+    try:
+        if _is_json(data):
+            if cls not in _decoders:
+                _decoders[cls] = msgspec.json.Decoder(cls)
+            return _decoders[cls].decode(data)
+        if cls not in _bulk_decoders:
+            _bulk_decoders[cls] = msgspec.msgpack.Decoder(cls)
+        return _bulk_decoders[cls].decode(data)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise BadBody(f"{kind}: {error}") from error

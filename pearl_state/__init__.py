@@ -1,0 +1,1 @@
+"""The state all actors share: the role table (pure: model, plan, invariants; I/O: store, watch)."""

@@ -1,0 +1,1 @@
+"""PEARL's services, one folder each; see DESIGN in docs/architecture.md for who drives whom."""
