@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from messages.envelope import Message
-from messages.ids import RequestId, WorkerId
+from messages.ids import Incarnation, RequestId, WorkerId
 
 
 # agent -> runtime_tracker. Core NATS.

@@ -1,0 +1,1 @@
+"""The pipeline scheduler: the asynchronous RL loop of groups, staleness, batches and policy versions."""

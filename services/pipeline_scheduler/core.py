@@ -1,0 +1,346 @@
+"""The asynchronous RL loop (paper 4.1, DESIGN 7): which groups run, when training begins, which version serves.
+
+Owns: task groups, staleness, batches, policy versions. Never talks to the trainer: `training.begin` goes to the
+elastic scheduler, which gets the training GPUs back first.
+
+Invariants:
+- Batch k trains version k into k + 1, and is admitted only while the serving version is at least k - staleness.
+- At most `batch_trajectories` trajectories are in flight (held-out evaluation apart).
+- A trajectory's end counts once; a batch is exactly its groups, each exactly its size.
+"""
+
+from __future__ import annotations
+
+from typing import assert_never
+
+import msgspec
+
+from messages.agent import RolloutTask
+from messages.decision_engine import BatchProgress
+from messages.elastic_scheduler import TrainingBegin, TrainingFinished
+from messages.envelope import Message
+from messages.ids import Activity, PolicyVersion, Role, WorkerId
+from messages.pipeline_scheduler import (
+    BatchItem,
+    BatchReady,
+    Evaluated,
+    StepFinished,
+    TrajectoryCompleted,
+    WeightsPublished,
+)
+from messages.rollout_worker import UpdateWeights
+from pearl_state.model import RoleTable, Row
+from services.pipeline_scheduler.batches import (
+    Batch,
+    Group,
+    Member,
+    derived_seed,
+    group_id,
+    locate,
+    task,
+    with_group,
+    with_member,
+)
+from services.pipeline_scheduler.config import Config
+from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
+
+PROGRESS_MARKS = 8
+"""Batch progress is reported at every eighth: often enough for the gate of eq. 7, rare enough to decide on."""
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    """Held-out episodes of one version that are running or ended."""
+
+    version: PolicyVersion
+    rewards: dict[str, float] = {}
+
+
+class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the loop needs after a restart."""
+
+    batches: tuple[Batch, ...] = ()  # open ones, oldest first: admitted, not yet trained
+    admitted: int = 0  # batches that have at least one admitted group
+    trained: int = 0  # train steps finished; also the version they made
+    begun: int | None = None  # batch whose training began and whose result does not serve yet
+    published: WeightsPublished | None = None
+    published_ms: int = 0
+    serving: PolicyVersion = PolicyVersion(-1)
+    asked_ms: int = 0  # when UpdateWeights was last sent
+    evaluation: Evaluation | None = None
+    ended: int = 0  # trajectories that counted
+    retried: int = 0
+    replaced_groups: int = 0
+    floors: tuple[int, ...] = ()  # newest journal sequence of each of the last batches trained
+    journal_floor: int = 0  # journal sequences below this are no longer needed by anyone
+
+
+class PipelineSchedulerCore:
+    """See the module's docstring."""
+
+    name = "pipeline_scheduler"
+    inputs: tuple[type[Message], ...] = (TrajectoryCompleted, WeightsPublished, StepFinished)
+    state_type = PipelineState
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self._table: RoleTable | None = None  # replica; not state: it comes again after a restart
+
+    def initial(self) -> PipelineState:
+        """Nothing admitted, nothing published."""
+        return PipelineState()
+
+    def step(self, state: PipelineState, event: Input) -> tuple[PipelineState, Effects]:
+        """See `services.runtime.core.Core`."""
+        match event.message:
+            case TrajectoryCompleted() as message:
+                state, effects = self.on_trajectory_completed(state, message)
+            case WeightsPublished() as message:
+                state, effects = self.on_weights_published(state, message, event.now_ms)
+            case StepFinished() as message:
+                state, effects = self.on_step_finished(state, message)
+            case RoleTable() as table:
+                self._table = table
+                effects = ()
+            case Tick():
+                effects = ()
+            case _:
+                assert_never(event.message)  # pyright: ignore[reportArgumentType]
+        state, more = self.converge(state, event.now_ms)
+        return state, (*effects, *more)
+
+    # --- what happened
+
+    def on_trajectory_completed(
+        self, state: PipelineState, message: TrajectoryCompleted
+    ) -> tuple[PipelineState, Effects]:
+        """Count an end once; a failed one is tried again, or its group replaced."""
+        if message.trajectory.startswith("eval-"):
+            return self._on_evaluation_episode(state, message)
+        found = locate(state.batches, message)
+        if found is None:
+            return state, (Note("ignored", f"end of {message.trajectory}, which no open batch waits for", "debug"),)
+        batch, group, index = found
+        member = group.members[index]
+        if member.ended is not None or message.retry != member.retry:
+            return state, (Note("ignored", f"repeated end of {message.trajectory} try {message.retry}", "debug"),)
+        stale = message.status != "failed" and message.min_version < batch.batch - self.config.staleness
+        if message.status == "failed" or stale:
+            reason = f"tokens of version {message.min_version}" if stale else message.reason
+            return self._retry(state, batch, group, index, reason)
+        item = BatchItem(message.trajectory, message.group, message.reward, message.status, message.journal)
+        batch = with_member(batch, group, index, msgspec.structs.replace(member, ended=item))
+        batch, effects = self._progress(batch)
+        state = msgspec.structs.replace(_with_batch(state, batch), ended=state.ended + 1)
+        return state, effects
+
+    def on_weights_published(
+        self, state: PipelineState, message: WeightsPublished, now_ms: int
+    ) -> tuple[PipelineState, Effects]:
+        """A newer version to bring to every active worker."""
+        if state.published is not None and message.version <= state.published.version:
+            return state, ()
+        return msgspec.structs.replace(state, published=message, published_ms=now_ms, asked_ms=0), ()
+
+    def on_step_finished(self, state: PipelineState, message: StepFinished) -> tuple[PipelineState, Effects]:
+        """The batch is committed: forget it, and let its journal go in time."""
+        if message.batch != state.trained:
+            if message.batch > state.trained:
+                return state, (Refuse(f"train step of batch {message.batch} while {state.trained} is due"),)
+            return state, ()
+        batch = next((batch for batch in state.batches if batch.batch == message.batch), None)
+        newest = max((seq for item in (batch.items() if batch else ()) for seq in item.journal), default=0)
+        # Batch k + 1 was admitted only after batch k - staleness was trained, so every journal entry up to the newest of
+        # that one belongs to batches that are trained by now.
+        floors = (*state.floors, newest)[-(self.config.staleness + 1) :]
+        complete = len(floors) == self.config.staleness + 1
+        return msgspec.structs.replace(
+            state,
+            batches=tuple(other for other in state.batches if other.batch != message.batch),
+            trained=message.batch + 1,
+            floors=floors,
+            journal_floor=floors[0] if complete else state.journal_floor,
+        ), ()
+
+    # --- what follows from it
+
+    def converge(self, state: PipelineState, now_ms: int) -> tuple[PipelineState, Effects]:
+        """Bring workers to the published version, begin and finish training, admit groups. Harmless to repeat."""
+        effects: list[Effect] = []
+        state = self._update_workers(state, now_ms, effects)
+        if state.begun is not None and state.trained > state.begun and state.serving >= state.trained:
+            effects.append(Send(TrainingFinished(batch=state.begun, version=PolicyVersion(state.trained))))
+            state = msgspec.structs.replace(state, begun=None)
+        state = self._evaluate(state, effects)
+        state = self._begin_training(state, effects)
+        state = self._admit(state, effects)
+        return state, tuple(effects)
+
+    def _update_workers(self, state: PipelineState, now_ms: int, effects: list[Effect]) -> PipelineState:
+        if self._table is None or state.published is None or state.serving >= state.published.version:
+            return state
+        active = _active(self._table)
+        published = state.published
+        behind = [row for row in active if row.version < published.version]
+        patience_over = now_ms - state.published_ms > self.config.update_patience_ms
+        if active and (not behind or (patience_over and len(behind) < len(active))):
+            if behind:
+                names = ", ".join(row.worker for row in behind)
+                effects.append(Note("update_late", f"version {published.version} serves without {names}", "warning"))
+            return msgspec.structs.replace(state, serving=published.version)
+        if behind and now_ms - state.asked_ms >= self.config.command_retry_ms:
+            effects.extend(
+                Send(
+                    UpdateWeights(
+                        worker=WorkerId(row.worker),
+                        incarnation=row.incarnation,
+                        version=published.version,
+                        uri=published.uri,
+                        manifest_sha256=published.manifest_sha256,
+                    )
+                )
+                for row in behind
+            )
+            return msgspec.structs.replace(state, asked_ms=now_ms)
+        return state
+
+    def _begin_training(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
+        batch = state.batches[0] if state.batches else None
+        if state.begun is not None or batch is None or batch.batch != state.trained:
+            return state
+        if batch.ended < self.config.batch_trajectories:
+            return state
+        items = batch.items()
+        effects.append(Send(BatchReady(batch=batch.batch, items=items)))
+        effects.append(Send(TrainingBegin(batch=batch.batch)))
+        return msgspec.structs.replace(state, begun=batch.batch)
+
+    def _admit(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
+        running = sum(batch.running for batch in state.batches)
+        while running + self.config.group_size <= self.config.batch_trajectories:
+            waiting = ((batch, group) for batch in state.batches for group in batch.groups if group.waiting)
+            batch, group = next(waiting, (None, None))
+            if batch is None or group is None:
+                batch = self._admissible(state)
+                if batch is None:
+                    break
+                group = Group(index=len(batch.groups), members=(Member(),) * self.config.group_size)
+                batch = msgspec.structs.replace(batch, groups=(*batch.groups, group))
+            group = msgspec.structs.replace(group, waiting=False)
+            state = _with_batch(state, with_group(batch, group))
+            state = msgspec.structs.replace(state, admitted=max(state.admitted, batch.batch + 1))
+            effects.extend(Send(message) for message in self._tasks(batch.batch, group))
+            running += self.config.group_size
+        return state
+
+    def _admissible(self, state: PipelineState) -> Batch | None:
+        """The batch that may admit its next group now, or None."""
+        newest = state.batches[-1] if state.batches else None
+        if newest is not None and len(newest.groups) < self.config.groups:
+            batch = newest
+        else:
+            if state.admitted >= self.config.train_steps:
+                return None
+            if not self.config.early_start and newest is not None and newest.ended < self.config.batch_trajectories:
+                return None
+            batch = Batch(batch=state.admitted)
+        if state.serving < 0 or state.serving < batch.batch - self.config.staleness:
+            return None
+        return batch
+
+    def _tasks(self, batch: int, group: Group) -> tuple[RolloutTask, ...]:
+        return tuple(self._task(batch, group, member) for member in range(len(group.members)))
+
+    def _task(self, batch: int, group: Group, member: int) -> RolloutTask:
+        return task(self.config.seed, batch, group, member, self.min_version(batch), self.config.temperature)
+
+    def min_version(self, batch: int) -> PolicyVersion:
+        """Oldest version that may generate for a batch (DESIGN 7)."""
+        return PolicyVersion(max(0, batch - self.config.staleness))
+
+    def _retry(
+        self, state: PipelineState, batch: Batch, group: Group, index: int, reason: str
+    ) -> tuple[PipelineState, Effects]:
+        member = group.members[index]
+        if member.retry < self.config.max_retries:
+            batch = with_member(batch, group, index, Member(retry=member.retry + 1))
+            again = next(other for other in batch.groups if other.index == group.index)
+            note = Note("retry", f"{group_id(batch.batch, group)} member {index}: {reason}", "warning")
+            state = msgspec.structs.replace(_with_batch(state, batch), retried=state.retried + 1)
+            return state, (note, Send(self._task(batch.batch, again, index)))
+        fresh = Group(
+            index=group.index,
+            replacement=group.replacement + 1,
+            waiting=True,
+            members=(Member(),) * self.config.group_size,
+        )
+        note = Note("replace_group", f"{group_id(batch.batch, group)} given up: {reason}", "warning")
+        state = _with_batch(state, with_group(batch, fresh))
+        state = msgspec.structs.replace(state, replaced_groups=state.replaced_groups + 1)
+        return state, (note,)
+
+    def _progress(self, batch: Batch) -> tuple[Batch, Effects]:
+        mark = batch.ended * PROGRESS_MARKS // self.config.batch_trajectories
+        if mark <= batch.marked:
+            return batch, ()
+        message = BatchProgress(
+            batch=batch.batch,
+            size=self.config.batch_trajectories,
+            done=batch.ended,
+            remaining=self.config.batch_trajectories - batch.ended,
+        )
+        return msgspec.structs.replace(batch, marked=mark), (Send(message),)
+
+    # --- held-out evaluation
+
+    def _evaluate(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
+        every = self.config.evaluate_every
+        due = every > 0 and state.serving >= 0 and state.serving % every == 0
+        if not due or (state.evaluation is not None and state.evaluation.version >= state.serving):
+            return state
+        version = state.serving
+        for episode in range(self.config.evaluate_episodes):
+            name = f"eval-v{version}-m{episode}"
+            effects.append(
+                Send(
+                    RolloutTask(
+                        trajectory=name,  # pyright: ignore[reportArgumentType]
+                        group=f"eval-v{version}",  # pyright: ignore[reportArgumentType]
+                        batch=version,
+                        retry=0,
+                        task_seed=derived_seed(self.config.seed, "held-out", episode),
+                        sample_seed=derived_seed(self.config.seed, "held-out", version, episode),
+                        min_version=version,
+                        temperature=0.0,
+                        evaluation=True,
+                    )
+                )
+            )
+        return msgspec.structs.replace(state, evaluation=Evaluation(version=version))
+
+    def _on_evaluation_episode(
+        self, state: PipelineState, message: TrajectoryCompleted
+    ) -> tuple[PipelineState, Effects]:
+        evaluation = state.evaluation
+        if evaluation is None or message.group != f"eval-v{evaluation.version}":
+            return state, ()
+        rewards = {**evaluation.rewards, message.trajectory: message.reward}
+        state = msgspec.structs.replace(state, evaluation=msgspec.structs.replace(evaluation, rewards=rewards))
+        if len(rewards) < self.config.evaluate_episodes:
+            return state, ()
+        mean = sum(rewards[name] for name in sorted(rewards)) / len(rewards)
+        return state, (Send(Evaluated(version=evaluation.version, reward_mean=mean, episodes=len(rewards))),)
+
+
+def _active(table: RoleTable) -> tuple[Row, ...]:
+    """Rollout workers that serve."""
+    return tuple(row for row in table.rows if row.activity is Activity.ACTIVE and row.role is not Role.TRAINING)
+
+
+def _with_batch(state: PipelineState, batch: Batch) -> PipelineState:
+    known = any(other.batch == batch.batch for other in state.batches)
+    batches = (
+        tuple(batch if other.batch == batch.batch else other for other in state.batches)
+        if known
+        else (*state.batches, batch)
+    )
+    return msgspec.structs.replace(state, batches=batches)

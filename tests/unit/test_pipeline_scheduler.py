@@ -1,0 +1,344 @@
+"""The asynchronous RL loop: admission, staleness, early start, retries, training hand-over."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from messages.agent import RolloutTask
+from messages.decision_engine import BatchProgress
+from messages.elastic_scheduler import TrainingBegin, TrainingFinished
+from messages.ids import Activity, Epoch, Gpu, Incarnation, PolicyVersion, Role, RoleGeneration, Stage, WorkerId, Zone
+from messages.pipeline_scheduler import BatchReady, Evaluated, StepFinished, TrajectoryCompleted, WeightsPublished
+from messages.rollout_worker import UpdateWeights
+from pearl_state.model import RoleTable, Row
+from services.jobfile import JobFile
+from services.pipeline_scheduler.config import Config
+from services.pipeline_scheduler.core import PipelineSchedulerCore, PipelineState
+from services.runtime.core import Input, Note, Refuse, Send, Tick
+
+CONFIG = msgspec.structs.replace(
+    Config.of(JobFile()), batch_trajectories=4, group_size=2, train_steps=3, command_retry_ms=500
+)
+
+
+def table(*versions: int, activity: Activity = Activity.ACTIVE) -> RoleTable:
+    rows = tuple(
+        Row(
+            worker=WorkerId(f"n{index}-w0"),
+            gpus=(Gpu(f"n{index}", 0),),
+            zone=Zone.RESERVED,
+            role=Role.COLOCATED,
+            activity=activity,
+            stage=Stage.NONE,
+            incarnation=Incarnation(1),
+            role_generation=RoleGeneration(1),
+            version=PolicyVersion(version),
+        )
+        for index, version in enumerate(versions)
+    )
+    return RoleTable(job="t", epoch=Epoch(1), rows=rows)
+
+
+def published(version: int) -> WeightsPublished:
+    return WeightsPublished(version=PolicyVersion(version), uri=f"/snap/{version}", manifest_sha256="0", bytes=1)
+
+
+def end(task: RolloutTask, status: str = "completed", version: int | None = None, seq: int = 1) -> TrajectoryCompleted:
+    served = task.min_version if version is None else PolicyVersion(version)
+    return TrajectoryCompleted(
+        trajectory=task.trajectory,
+        group=task.group,
+        batch=task.batch,
+        retry=task.retry,
+        status=status,
+        reward=1.0,
+        turns=1,
+        generated_tokens=2,
+        min_version=served,
+        max_version=served,
+        journal=(seq,),
+        env_s=0.0,
+        wall_s=0.0,
+    )
+
+
+def step_finished(batch: int) -> StepFinished:
+    return StepFinished(
+        batch=batch,
+        version=PolicyVersion(batch + 1),
+        train_s=1.0,
+        trained_tokens=1,
+        reward_mean=0.0,
+        reward_std=0.0,
+        loss=0.0,
+        grad_norm=0.0,
+        zero_variance_groups=0,
+    )
+
+
+class Loop:
+    """A core with its state, and everything it has sent."""
+
+    def __init__(self, config: Config = CONFIG) -> None:
+        self.core = PipelineSchedulerCore(config)
+        self.state: PipelineState = self.core.initial()
+        self.sent: list[object] = []
+        self.notes: list[Note] = []
+        self.now = 1_000_000
+
+    def feed(self, message: object, after_ms: int = 10) -> list[object]:
+        self.now += after_ms
+        self.state, effects = self.core.step(self.state, Input(self.now, message))
+        sent = [effect.message for effect in effects if isinstance(effect, Send)]
+        self.notes += [effect for effect in effects if isinstance(effect, Note)]
+        assert not [effect for effect in effects if isinstance(effect, Refuse)], effects
+        self.sent += sent
+        return sent
+
+    def serve(self, version: int) -> list[object]:
+        return [*self.feed(published(version)), *self.feed(table(version))]
+
+    def tasks(self) -> list[RolloutTask]:
+        return [message for message in self.sent if isinstance(message, RolloutTask)]
+
+
+def kinds(messages: list[object], kind: type) -> list:
+    return [message for message in messages if isinstance(message, kind)]
+
+
+def test_nothing_is_admitted_before_a_version_serves() -> None:
+    loop = Loop()
+    assert loop.feed(published(0)) == []
+    assert loop.feed(Tick()) == []
+    assert len(kinds(loop.feed(table(0)), RolloutTask)) == CONFIG.batch_trajectories
+
+
+def test_members_of_a_group_share_the_task_and_differ_in_sampling() -> None:
+    loop = Loop()
+    loop.serve(0)
+    first, second, third, _ = loop.tasks()
+    assert first.task_seed == second.task_seed != third.task_seed
+    assert first.sample_seed != second.sample_seed
+    assert first.group == second.group != third.group
+
+
+def test_early_start_admits_the_next_batch_as_slots_free_up() -> None:
+    loop = Loop()
+    loop.serve(0)
+    one, two, *_ = loop.tasks()
+    assert kinds(loop.feed(end(one)), RolloutTask) == []  # a whole group does not fit yet
+    admitted = kinds(loop.feed(end(two)), RolloutTask)
+    assert {task.batch for task in admitted} == {1} and len(admitted) == 2
+
+
+def test_batch_synchronous_waits_for_the_whole_batch() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, early_start=False))
+    loop.serve(0)
+    *most, last = loop.tasks()
+    for each in most:
+        assert kinds(loop.feed(end(each)), RolloutTask) == []
+    assert {task.batch for task in kinds(loop.feed(end(last)), RolloutTask)} == {1}
+
+
+def test_a_batch_beyond_the_staleness_bound_waits_for_the_version() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks():
+        loop.feed(end(each))
+    for each in [task for task in loop.tasks() if task.batch == 1]:
+        loop.feed(end(each))
+    assert {task.batch for task in loop.tasks()} == {0, 1}  # batch 2 needs version 1
+    loop.feed(step_finished(0))
+    loop.feed(published(1))
+    loop.feed(table(0))
+    assert {task.batch for task in loop.tasks()} == {0, 1}
+    loop.feed(table(1))
+    assert {task.batch for task in loop.tasks()} == {0, 1, 2}
+    assert {task.min_version for task in loop.tasks() if task.batch == 2} == {1}
+
+
+def test_a_complete_batch_is_described_before_training_begins() -> None:
+    loop = Loop()
+    loop.serve(0)
+    first_batch = loop.tasks()
+    for each in first_batch[:-1]:
+        assert kinds(loop.feed(end(each)), TrainingBegin) == []
+    sent = loop.feed(end(first_batch[-1]))
+    ready, begin = kinds(sent, BatchReady), kinds(sent, TrainingBegin)
+    assert sent.index(ready[0]) < sent.index(begin[0])
+    assert [item.trajectory for item in ready[0].items] == [task.trajectory for task in first_batch]
+    assert kinds(loop.feed(Tick()), TrainingBegin) == []
+
+
+def test_training_finished_only_when_the_new_version_serves_everywhere() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks():
+        loop.feed(end(each))
+    assert kinds(loop.feed(published(1)), TrainingFinished) == []
+    assert kinds(loop.feed(step_finished(0)), TrainingFinished) == []
+    assert kinds(loop.feed(table(1, 0)), TrainingFinished) == []
+    assert kinds(loop.feed(table(1, 1)), TrainingFinished) == [TrainingFinished(batch=0, version=PolicyVersion(1))]
+    assert kinds(loop.feed(table(1, 1)), TrainingFinished) == []
+
+
+def test_update_commands_are_repeated_to_those_behind_only() -> None:
+    loop = Loop()
+    loop.serve(0)
+    loop.feed(table(0, 0))
+    assert {command.worker for command in kinds(loop.feed(published(1)), UpdateWeights)} == {"n0-w0", "n1-w0"}
+    assert loop.feed(table(1, 0)) == []
+    assert [command.worker for command in kinds(loop.feed(Tick(), 600), UpdateWeights)] == ["n1-w0"]
+
+
+def test_one_worker_that_never_updates_does_not_stop_the_job() -> None:
+    loop = Loop()
+    loop.serve(0)
+    loop.feed(published(1))
+    loop.feed(table(1, 0))
+    assert loop.state.serving == 0
+    loop.feed(Tick(), CONFIG.update_patience_ms + 1)
+    assert loop.state.serving == 1
+    assert [note.action for note in loop.notes] == ["update_late"]
+
+
+def test_a_repeated_end_counts_once() -> None:
+    loop = Loop()
+    loop.serve(0)
+    task = loop.tasks()[0]
+    loop.feed(end(task))
+    before = loop.state
+    loop.feed(end(task))
+    assert loop.state == before and loop.state.ended == 1
+
+
+def test_a_failed_episode_is_retried_then_its_group_replaced() -> None:
+    config = msgspec.structs.replace(CONFIG, max_retries=1)
+    loop = Loop(config)
+    loop.serve(0)
+    task = loop.tasks()[0]
+    (again,) = kinds(loop.feed(end(task, "failed")), RolloutTask)
+    assert (again.trajectory, again.retry, again.task_seed) == (task.trajectory, 1, task.task_seed)
+    assert again.sample_seed != task.sample_seed
+    fresh = kinds(loop.feed(end(again, "failed")), RolloutTask)
+    assert len(fresh) == 2 and fresh[0].group == "b0-g0r1" and fresh[0].task_seed != task.task_seed
+    assert loop.state.replaced_groups == 1
+    assert loop.feed(end(loop.tasks()[1])) == []  # the old group's other member ends in vain
+
+
+def test_tokens_older_than_the_bound_never_enter_a_batch() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks():
+        loop.feed(end(each))
+    for each in [task for task in loop.tasks() if task.batch == 1]:
+        loop.feed(end(each))
+    loop.feed(step_finished(0))
+    loop.serve(1)
+    task = next(task for task in loop.tasks() if task.batch == 2)
+    (again,) = kinds(loop.feed(end(task, version=0)), RolloutTask)
+    assert again.retry == 1
+
+
+def test_the_job_ends_after_its_train_steps() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for version in range(CONFIG.train_steps):
+        for each in [task for task in loop.tasks() if task.batch == version]:
+            loop.feed(end(each))
+        loop.feed(step_finished(version))
+        loop.serve(version + 1)
+    assert {task.batch for task in loop.tasks()} == {0, 1, 2}
+    assert len(kinds(loop.sent, TrainingFinished)) == CONFIG.train_steps
+    assert loop.state.batches == ()
+
+
+def test_progress_is_reported_at_coarse_marks_with_what_remains() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks()[:3]:
+        loop.feed(end(each))
+    assert [message.remaining for message in kinds(loop.sent, BatchProgress) if message.batch == 0] == [3, 2, 1]
+
+
+def test_held_out_episodes_never_enter_a_batch() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=1, evaluate_episodes=2))
+    loop.serve(0)
+    held_out = [task for task in loop.tasks() if task.evaluation]
+    assert len(held_out) == 2 and {task.temperature for task in held_out} == {0.0}
+    loop.feed(end(held_out[0]))
+    assert kinds(loop.feed(end(held_out[1])), Evaluated)[0].reward_mean == 1.0
+    assert loop.state.ended == 0
+
+
+def test_the_journal_is_kept_until_what_was_trained_from_it_is_committed() -> None:
+    loop = Loop()
+    loop.serve(0)
+    seq = 0
+    for version in range(CONFIG.train_steps):
+        for each in [task for task in loop.tasks() if task.batch == version]:
+            seq += 1
+            loop.feed(end(each, seq=seq))
+        loop.feed(step_finished(version))
+        running = [item.journal[0] for batch in loop.state.batches for item in batch.items()]
+        assert all(loop.state.journal_floor <= needed for needed in running)
+        loop.serve(version + 1)
+    assert loop.state.journal_floor > 0
+
+
+def test_state_survives_a_restart_at_any_point() -> None:
+    loop = Loop()
+    loop.serve(0)
+    loop.feed(end(loop.tasks()[0]))
+    data = msgspec.json.encode(loop.state)
+    assert msgspec.json.decode(data, type=PipelineState) == loop.state
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_invariants_hold_for_any_order_of_events(data: st.DataObject) -> None:
+    staleness = data.draw(st.integers(0, 2))
+    config = msgspec.structs.replace(CONFIG, train_steps=4, staleness=staleness, max_retries=1)
+    loop = Loop(config)
+    loop.serve(0)
+    trained: set[int] = set()
+    live: dict[tuple[str, int], RolloutTask] = {}
+    seen = 0
+    for _ in range(400):
+        for task in loop.tasks()[seen:]:
+            assert task.batch <= loop.state.serving + staleness
+            live[task.trajectory, task.retry] = task
+        seen = len(loop.tasks())
+        assert sum(batch.running for batch in loop.state.batches) <= config.batch_trajectories
+        begun = [message.batch for message in kinds(loop.sent, TrainingBegin)]
+        assert begun == sorted(set(begun))
+        due = [batch for batch in begun if batch not in trained]
+        choices = [*sorted(live)] + ["train"] * len(due)
+        if not choices:
+            break
+        choice = data.draw(st.sampled_from(choices))
+        if choice == "train":
+            loop.feed(step_finished(due[0]))
+            trained.add(due[0])
+            loop.serve(due[0] + 1)
+        else:
+            task = live.pop(choice)
+            loop.feed(end(task, data.draw(st.sampled_from(["completed"] * 9 + ["failed"]))))
+    for ready in kinds(loop.sent, BatchReady):
+        assert len({item.trajectory for item in ready.items}) == config.batch_trajectories
+    assert trained == set(range(config.train_steps)) or live or due
+
+
+def test_a_step_that_skips_a_batch_is_refused() -> None:
+    core = PipelineSchedulerCore(CONFIG)
+    _, effects = core.step(core.initial(), Input(1, step_finished(5)))
+    assert isinstance(effects[0], Refuse)
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2])
+def test_min_version_follows_the_bound(staleness: int) -> None:
+    core = PipelineSchedulerCore(msgspec.structs.replace(CONFIG, staleness=staleness))
+    assert [core.min_version(batch) for batch in range(4)] == [max(0, batch - staleness) for batch in range(4)]
