@@ -29,7 +29,8 @@ DecisionId = NewType("DecisionId", str)
 TrajectoryId = NewType("TrajectoryId", str)
 GroupId = NewType("GroupId", str)
 RequestId = NewType("RequestId", str)
-"""One turn's generation request: `<trajectory>/<turn>`. Attempts at it are numbered from 1."""
+"""One turn's generation request at one edge: `<trajectory>/<turn>/<holding>`, where the holding names the retry, the edge
+and its try at the task, so that an edge that takes a turn over makes a new request. Attempts are numbered from 1."""
 
 
 class _WireEnum(enum.StrEnum):

@@ -86,7 +86,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     executors.ReconfigurationPlan: Route("ev", None, ("plan_id", "stage")),
     toggle_manager.TrainerReleased: Route("ev", None, ("epoch",)),
     toggle_manager.TrainerReady: Route("ev", None, ("start_id",)),
-    pipeline_scheduler.TrajectoryCompleted: Route("ev", None, ("trajectory", "retry")),
+    pipeline_scheduler.TrajectoryCompleted: Route("ev", "trajectory", ("trajectory", "retry")),
     pipeline_scheduler.WeightsPublished: Route("ev", None, ("version",)),
     pipeline_scheduler.StepFinished: Route("ev", None, ("batch",)),
     pipeline_scheduler.BatchReady: Route("ev", "batch", ("batch",)),
@@ -174,7 +174,7 @@ def stream_of(job: str, message_type: type[Message]) -> str | None:
 
 def stream(job: str, family: str) -> str:
     """Stream name of a durable family."""
-    return f"{job}_{ {'ev': 'EV', 'task': 'TASKS', 'journal': 'JOURNAL', 'dead': 'DEAD'}[family]}"
+    return f"{job}_{ {'ev': 'EV', 'task': 'TASKS', 'journal': 'JOURNAL', 'dead': 'DEAD'}[family] }"
 
 
 def roles_bucket(job: str) -> str:

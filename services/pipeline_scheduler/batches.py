@@ -75,15 +75,34 @@ def derived_seed(seed: int, *path: object) -> int:
     return int.from_bytes(digest, "big") >> 11
 
 
-def task(seed: int, batch: int, group: Group, member: int, min_version: PolicyVersion, temperature: float) -> RolloutTask:
-    """The task of one slot, as it stands (its current retry)."""
+REPLACEMENT_STRIDE = 1_000_003
+"""Far from the running numbers of groups: the task of a replaced group is not soon met again."""
+
+
+def task_seed(seed: int, groups: int, batch: int, group: Group) -> int:
+    """Tasks are numbered through the job from a base that depends on its seed, so that an environment which takes the
+    number modulo its task set goes through that set evenly, without repeats within a pass."""
+    running = batch * groups + group.index + group.replacement * REPLACEMENT_STRIDE
+    return derived_seed(seed, "tasks") + running
+
+
+def task(
+    seed: int,
+    groups: int,
+    batch: int,
+    group: Group,
+    member: int,
+    min_version: PolicyVersion,
+    temperature: float,
+) -> RolloutTask:
+    """The task of one slot, as it stands (its current retry). `groups` is the number of groups a batch."""
     retry = group.members[member].retry
     return RolloutTask(
         trajectory=trajectory_id(batch, group, member),
         group=group_id(batch, group),
         batch=batch,
         retry=retry,
-        task_seed=derived_seed(seed, "task", batch, group.index, group.replacement),
+        task_seed=task_seed(seed, groups, batch, group),
         sample_seed=derived_seed(seed, "sample", batch, group.index, group.replacement, member, retry),
         min_version=min_version,
         temperature=temperature,

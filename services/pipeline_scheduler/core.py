@@ -71,7 +71,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     retried: int = 0
     replaced_groups: int = 0
     floors: tuple[int, ...] = ()  # newest journal sequence of each of the last batches trained
-    journal_floor: int = 0  # journal sequences below this are no longer needed by anyone
+    journal_floor: int = 0  # journal sequences up to this are no longer needed by anyone
 
 
 class PipelineSchedulerCore:
@@ -251,7 +251,8 @@ class PipelineSchedulerCore:
         return tuple(self._task(batch, group, member) for member in range(len(group.members)))
 
     def _task(self, batch: int, group: Group, member: int) -> RolloutTask:
-        return task(self.config.seed, batch, group, member, self.min_version(batch), self.config.temperature)
+        config = self.config
+        return task(config.seed, config.groups, batch, group, member, self.min_version(batch), config.temperature)
 
     def min_version(self, batch: int) -> PolicyVersion:
         """Oldest version that may generate for a batch (DESIGN 7)."""
@@ -307,7 +308,7 @@ class PipelineSchedulerCore:
                         group=f"eval-v{version}",  # pyright: ignore[reportArgumentType]
                         batch=version,
                         retry=0,
-                        task_seed=derived_seed(self.config.seed, "held-out", episode),
+                        task_seed=derived_seed(self.config.seed, "held-out") + episode,
                         sample_seed=derived_seed(self.config.seed, "held-out", version, episode),
                         min_version=version,
                         temperature=0.0,

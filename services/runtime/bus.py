@@ -26,6 +26,9 @@ class Delivery(msgspec.Struct, frozen=True):
     at_ms: int = 0  # when the stream took it (Unix ms); for core messages, when it arrived
     attempt: int = 1  # 1 for the first delivery
     token: str = ""  # what ack/nak/term need; opaque
+    consumer_seq: int = (
+        0  # nth delivery of its consumer, redeliveries counted; a hole means one did not reach this reader
+    )
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -124,11 +127,15 @@ class Consumer(Protocol):
 class Bus(Protocol):
     """A connection to the broker as one user."""
 
-    async def publish(self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None) -> None:
+    async def publish(
+        self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
+    ) -> None:
         """Core publish: at most once, no acknowledgement. Raises BusUnavailable when the outbound buffer is full."""
         ...
 
-    async def publish_durable(self, subject: str, data: bytes, *, msg_id: str, expected_last_on_subject: int | None = None) -> int:
+    async def publish_durable(
+        self, subject: str, data: bytes, *, msg_id: str, expected_last_on_subject: int | None = None
+    ) -> int:
         """Store in the stream that takes `subject`; returns its sequence (that of the original for a duplicate).
 
         Retries within a bound. Raises WrongLastSequence (guarded), Denied, BusUnavailable.
@@ -154,7 +161,9 @@ class Bus(Protocol):
         """Attach to (creating it if need be) the durable consumer `durable` over the whole stream."""
         ...
 
-    def read(self, stream: str, subject: str, *, first_seq: int = 1, last_seq: int | None = None) -> AsyncIterator[Delivery]:
+    def read(
+        self, stream: str, subject: str, *, first_seq: int = 1, last_seq: int | None = None
+    ) -> AsyncIterator[Delivery]:
         """All messages of a filter from `first_seq` to what was last at the call (or `last_seq`), in order."""
         ...
 
@@ -168,7 +177,9 @@ class Bus(Protocol):
 
     async def get(self, bucket: str, key: str) -> Entry | None: ...
 
-    async def put(self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None) -> int:
+    async def put(
+        self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None
+    ) -> int:
         """Write a value. `last_revision`: 0 create only, n compare-and-set, None unguarded. Raises WrongLastSequence."""
         ...
 

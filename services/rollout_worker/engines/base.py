@@ -103,6 +103,10 @@ class Engine(Protocol):
 
     def load(self) -> Load: ...
 
+    async def failed(self) -> str:
+        """Wait until the engine can do no more (never, for a healthy one); returns why. The worker then ends itself."""
+        ...
+
     @property
     def endpoint(self) -> str:
         """Where peers reach this engine's KV transport, "" if it has none."""

@@ -1,0 +1,384 @@
+"""Minimal-change plans (paper 4.4.2, eq. 5-6): from a table and a target to `(W_add, W_remove, rho)`. Pure.
+
+Which workers join and leave is fixed by the target's active set; among the survivors each role keeps as many workers
+as it has and may have, and the excess is reassigned. Nothing can do with fewer changes. Where several plans are
+minimal, ties are broken for locality, always in the same way:
+
+- whole nodes leave first, preemptible before reserved; of what is left, prefix-warm decode workers stay longest;
+- workers that are already preparing are taken before slots that would have to start, reserved before preemptible;
+- a joiner takes the role its slot had (so a group keeps its roles when it is planned again).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Final
+
+import msgspec
+
+from messages.ids import Activity, Gpu, NodeId, Role, Stage, WorkerId, Zone
+from pearl_state.model import ROLLOUT_ROLES, Row, serves
+
+
+class Counts(msgspec.Struct, frozen=True):
+    """How many workers each role is to have."""
+
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+
+    @property
+    def total(self) -> int:
+        """Size of the target active set."""
+        return self.prefill + self.decode + self.colocated
+
+    def of(self, role: Role) -> int:
+        """The count of one role."""
+        return {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.COLOCATED: self.colocated}.get(role, 0)
+
+    @property
+    def servable(self) -> bool:
+        """Whether workers in these numbers can serve a request."""
+        return serves(role for role in ROLLOUT_ROLES if self.of(role))
+
+
+class Placement(msgspec.Struct, frozen=True):
+    """One worker and the role it is to have."""
+
+    worker: WorkerId
+    role: Role
+
+
+class MinimalPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """`(W_add, W_remove, rho)`, each sorted by worker. `d_worker` and `d_role` are eq. 5 and eq. 6."""
+
+    add: tuple[Placement, ...] = ()
+    remove: tuple[WorkerId, ...] = ()
+    reassign: tuple[Placement, ...] = ()
+
+    @property
+    def d_worker(self) -> int:
+        """Membership changes, eq. 5."""
+        return len(self.add) + len(self.remove)
+
+    @property
+    def d_role(self) -> int:
+        """Role changes among survivors, eq. 6."""
+        return len(self.reassign)
+
+    @property
+    def empty(self) -> bool:
+        """Nothing to do: the target is reached."""
+        return not (self.add or self.remove or self.reassign)
+
+
+def fit(counts: Counts, workers: int) -> Counts:
+    """`counts` brought down to at most `workers`, in the same mode where that can serve, else colocated.
+
+    This is the forced fallback: it applies when slots of the target cannot be had, or when the target's counts could
+    not serve by themselves (prefill without decode).
+    """
+    workers = min(workers, counts.total)
+    if counts.total == workers and counts.servable:
+        return counts
+    if counts.colocated == 0 and counts.servable and workers >= 2:
+        prefill = max(1, min(workers - 1, counts.prefill * workers // counts.total))
+        return Counts(prefill=prefill, decode=workers - prefill)
+    if counts.prefill and counts.decode and counts.colocated and workers >= 3:
+        # Mixed targets do not come from the decision engine; keep both modes, colocated gives way.
+        colocated = max(1, min(counts.colocated, workers - counts.prefill - counts.decode))
+        rest = fit(Counts(counts.prefill, counts.decode), workers - colocated)
+        return Counts(rest.prefill, rest.decode, workers - rest.prefill - rest.decode)
+    return Counts(colocated=workers)
+
+
+def node_of_row(row: Row) -> str:
+    """The node a row's GPUs are on ("" for a row without GPUs)."""
+    return row.gpus[0].node if row.gpus else ""
+
+
+def choose_members(rows: Sequence[Row], usable: Collection[WorkerId], counts: Counts) -> tuple[WorkerId, ...]:
+    """The target active set W': `counts.total` of `usable`, so that D_worker + D_role is least. Sorted.
+
+    Workers that serve (or are changing role) are kept before any other is taken; if there are more of them than
+    wanted, those of surplus roles leave, whole nodes first. `usable` must hold enough known workers.
+    """
+    candidates = [row for row in rows if row.worker in usable]
+    assert len(candidates) >= counts.total, f"{counts.total} workers wanted of {len(candidates)} usable slots"
+    serving = [row for row in candidates if row.activity is Activity.ACTIVE]
+    switching = [row for row in candidates if row.stage is Stage.SWITCHING]
+    others = [row for row in candidates if row.activity is not Activity.ACTIVE and row.stage is not Stage.SWITCHING]
+    if len(serving) > counts.total:
+        leavers = _choose_leavers(serving, len(serving) - counts.total, counts)
+        return tuple(sorted(row.worker for row in serving if row.worker not in leavers))
+    members = [row.worker for row in serving]
+    members += [row.worker for row in sorted(switching, key=_reserved_first)][: counts.total - len(members)]
+    per_node = Counter(node_of_row(row) for row in others)
+    members += [
+        row.worker
+        for row in sorted(
+            others,
+            key=lambda row: (_readiness(row), *_reserved_first(row)[:1], -per_node[node_of_row(row)], row.worker),
+        )
+    ][: counts.total - len(members)]
+    return tuple(sorted(members))
+
+
+def minimal_change(rows: Sequence[Row], members: Collection[WorkerId], counts: Counts) -> MinimalPlan:
+    """The plan from the rows' active set to `members` in the roles of `counts` (eq. 5-6).
+
+    Rows left `draining` by an unfinished plan are leavers here, rows left `switching` are survivors that need a role.
+    `counts.total` must be the number of members.
+    """
+    wanted = frozenset(members)
+    assert counts.total == len(wanted), f"{counts.total} roles for {len(wanted)} workers"
+    remove = [
+        row.worker
+        for row in rows
+        if (row.activity is Activity.ACTIVE and row.zone is not Zone.TRAINING and row.worker not in wanted)
+        or row.stage is Stage.DRAINING
+        or (row.stage is Stage.SWITCHING and row.worker not in wanted)
+    ]
+    inside = [row for row in rows if row.worker in wanted]
+    assert len(inside) == len(wanted), "a member of the target is not in the table"
+    deficits = {role: counts.of(role) for role in ROLLOUT_ROLES}
+    movers: list[Row] = []
+    for role in ROLLOUT_ROLES:
+        holders = sorted(
+            (row for row in inside if row.activity is Activity.ACTIVE and row.role is role), key=_reserved_first
+        )
+        keep = min(len(holders), deficits[role])
+        deficits[role] -= keep
+        movers += holders[keep:]
+    movers += [row for row in inside if row.stage is Stage.SWITCHING]
+    joiners = [row for row in inside if row.activity is not Activity.ACTIVE and row.stage is not Stage.SWITCHING]
+    add: list[Placement] = []
+    for row in list(joiners):
+        if deficits.get(row.role, 0) > 0:
+            deficits[row.role] -= 1
+            add.append(Placement(row.worker, row.role))
+            joiners.remove(row)
+    takers = [*sorted(movers, key=_reserved_first), *sorted(joiners, key=_reserved_first)]
+    roles = [role for role in ROLLOUT_ROLES for _ in range(deficits[role])]
+    assert len(roles) == len(takers), "every remaining role has a taker"
+    placed = [Placement(row.worker, role) for row, role in zip(takers, roles, strict=True)]
+    add += placed[len(movers) :]
+    return MinimalPlan(
+        add=tuple(sorted(add, key=_worker)),
+        remove=tuple(sorted(remove)),
+        reassign=tuple(sorted(placed[: len(movers)], key=_worker)),
+    )
+
+
+def first_wave(rows: Sequence[Row], plan: MinimalPlan, mandatory: Collection[WorkerId]) -> MinimalPlan:
+    """The part of the plan that can be cut at once while some topology goes on serving; the rest is planned again.
+
+    A mode switch of all workers would leave nobody between its cut and its admit epoch. So an *anchor* (a colocated
+    worker, or a prefill and a decode worker) keeps its role until the others have theirs. The waves together make the
+    same changes as the plan. Where no anchor exists (two colocated workers becoming one prefill and one decode; a
+    mandatory return), the whole plan is one wave and requests wait for its apply section.
+    """
+    active = {row.worker: row.role for row in rows if row.activity is Activity.ACTIVE and row.zone is not Zone.TRAINING}
+    new_roles = {placement.worker: placement.role for placement in plan.reassign}
+    cut = new_roles.keys() | set(plan.remove)
+    staying = {worker: role for worker, role in active.items() if worker not in cut}
+    could_stay = [role for worker, role in active.items() if worker not in mandatory]
+    if serves(staying.values()) or not serves(could_stay):
+        return plan
+    deferrable = sorted(worker for worker in cut if worker in active and worker not in mandatory)
+    for anchor in _anchors(deferrable, active, new_roles, staying):
+        after = [
+            *staying.values(),
+            *(role for worker, role in new_roles.items() if worker not in anchor),
+            *(placement.role for placement in plan.add),
+        ]
+        if serves(after):
+            return MinimalPlan(
+                add=plan.add,
+                remove=tuple(worker for worker in plan.remove if worker not in anchor),
+                reassign=tuple(placement for placement in plan.reassign if placement.worker not in anchor),
+            )
+    return plan
+
+
+def _anchors(
+    deferrable: Sequence[WorkerId],
+    active: Mapping[WorkerId, Role],
+    new_roles: Mapping[WorkerId, Role],
+    staying: Mapping[WorkerId, Role],
+) -> list[tuple[WorkerId, ...]]:
+    """Smallest sets of deferrable workers that serve together with those that stay; one for each kind of change."""
+    kinds: dict[tuple[Role, Role | None], WorkerId] = {}
+    for worker in deferrable:
+        kinds.setdefault((active[worker], new_roles.get(worker)), worker)
+    held = {role: [worker for (was, _), worker in kinds.items() if was is role] for role in ROLLOUT_ROLES}
+    anchors: list[tuple[WorkerId, ...]] = [(worker,) for worker in held[Role.COLOCATED]]
+    prefills: list[tuple[WorkerId, ...]] = [(worker,) for worker in held[Role.PREFILL]]
+    decodes: list[tuple[WorkerId, ...]] = [(worker,) for worker in held[Role.DECODE]]
+    if Role.PREFILL in staying.values():
+        prefills = [()]
+    if Role.DECODE in staying.values():
+        decodes = [()]
+    return anchors + [(*prefill, *decode) for prefill in prefills for decode in decodes]
+
+
+def _choose_leavers(serving: Sequence[Row], leaving: int, counts: Counts) -> frozenset[WorkerId]:
+    """Which of too many serving workers go: only of surplus roles, so that no survivor need change for it."""
+    surplus = Counter({role: sum(row.role is role for row in serving) - counts.of(role) for role in ROLLOUT_ROLES})
+    gone: set[WorkerId] = set()
+
+    def go(rows: Iterable[Row]) -> None:
+        for row in rows:
+            gone.add(row.worker)
+            surplus[row.role] -= 1
+
+    nodes: dict[str, list[Row]] = {}
+    for row in serving:
+        nodes.setdefault(node_of_row(row), []).append(row)
+    by_size = sorted(nodes.items(), key=lambda item: (-len(item[1]), item[0]))
+    # Stable: reserved nodes last, larger nodes first, later names first among equals.
+    by_size = sorted(reversed(by_size), key=lambda item: (_is_reserved(item[1][0]), -len(item[1])))
+    for _, here in by_size:
+        roles = Counter(row.role for row in here)
+        if len(here) <= leaving - len(gone) and all(surplus[role] >= count for role, count in roles.items()):
+            go(here)
+    rest = sorted((row for row in serving if row.worker not in gone), key=lambda row: row.worker, reverse=True)
+    sizes = Counter(node_of_row(row) for row in rest)
+    rest.sort(key=lambda row: (_is_reserved(row), sizes[node_of_row(row)], row.role is Role.DECODE))
+    for row in rest:
+        if len(gone) < leaving and surplus[row.role] > 0:
+            go([row])
+    assert len(gone) == leaving, "the surplus is at least what must leave"
+    return frozenset(gone)
+
+
+def _is_reserved(row: Row) -> bool:
+    return row.zone is Zone.RESERVED
+
+
+def _reserved_first(row: Row) -> tuple[bool, WorkerId]:
+    return not _is_reserved(row), row.worker
+
+
+def _readiness(row: Row) -> int:
+    """Prepared before launching before empty slots: what is nearest to serving is taken first."""
+    return {Stage.PREPARED: 0, Stage.LAUNCHING: 1}.get(row.stage, 2)
+
+
+def _worker(placement: Placement) -> WorkerId:
+    return placement.worker
+
+
+class PlanInputError(ValueError):
+    """The table or target of `pearl plan` is wrong: what, where, what to do."""
+
+
+class _TargetFile(msgspec.Struct, frozen=True):
+    workers: tuple[str, ...]
+    prefill: int = 0
+    decode: int = 0
+    colocated: int = 0
+
+
+class _RowFile(msgspec.Struct, frozen=True):
+    worker: str
+    zone: Zone
+    role: Role
+    activity: Activity
+    gpus: tuple[Any, ...] = ()  # Any: [node, index], or {"node": .., "index": ..} as in the bucket
+    stage: Stage = Stage.NONE
+
+
+class _TableFile(msgspec.Struct, frozen=True):
+    rows: tuple[_RowFile, ...]
+    epoch: int = 0
+
+
+_STAGES: Final = (Stage.NONE, Stage.LAUNCHING, Stage.PREPARED, Stage.DRAINING, Stage.SWITCHING)
+
+
+def plan_from_files(table: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:  # Any: JSON objects
+    """The minimal-change plan as `pearl plan --json` prints it.
+
+    `table`: `{epoch, rows: [{worker, gpus: [[node, index], ..], zone, role, activity}]}` (a dump of the bucket will
+    do); `target`: `{workers: [ids], prefill, decode, colocated}`. Returns `{add: [{worker, role}], remove: [worker],
+    reassign: {worker: role}, d_worker, d_role}`. Raises PlanInputError, a ValueError: exit status 2.
+    """
+    read_table, read_target = _convert(table, _TableFile, "table"), _convert(target, _TargetFile, "target")
+    rows: dict[str, Row] = {}
+    for position, entry in enumerate(read_table.rows):
+        where = f"table: rows[{position}] ({entry.worker})"
+        if entry.worker in rows:
+            raise PlanInputError(f"{where}: worker {entry.worker} has a row already; each slot has one row")
+        rows[entry.worker] = _row(entry, where)
+    counts = Counts(read_target.prefill, read_target.decode, read_target.colocated)
+    for name in ("prefill", "decode", "colocated"):
+        if getattr(counts, name) < 0:
+            raise PlanInputError(f"target: {name} is {getattr(counts, name)}; give a count of 0 or more")
+    if len(set(read_target.workers)) != len(read_target.workers):
+        raise PlanInputError("target: workers lists a worker twice; it is a set")
+    for worker in read_target.workers:
+        if worker not in rows:
+            raise PlanInputError(f"target: worker {worker} is not in the table; add its row or leave it out")
+        if rows[worker].zone is Zone.TRAINING or rows[worker].role is Role.TRAINING:
+            raise PlanInputError(
+                f"target: worker {worker} is a training worker; only rollout workers take part in plans"
+            )
+    if counts.total != len(read_target.workers):
+        raise PlanInputError(
+            f"target: prefill + decode + colocated = {counts.total}, but workers lists {len(read_target.workers)}; "
+            "give each worker of the active set exactly one role"
+        )
+    ordered = sorted(rows.values(), key=lambda row: row.worker)
+    plan = minimal_change(ordered, frozenset(WorkerId(worker) for worker in read_target.workers), counts)
+    return {
+        "add": [{"worker": placement.worker, "role": placement.role.value} for placement in plan.add],
+        "remove": list(plan.remove),
+        "reassign": {placement.worker: placement.role.value for placement in plan.reassign},
+        "d_worker": plan.d_worker,
+        "d_role": plan.d_role,
+    }
+
+
+def _row(entry: _RowFile, where: str) -> Row:
+    """A row of a table file as the planner takes it."""
+    if Zone.UNKNOWN is entry.zone:
+        raise PlanInputError(f"{where}: zone must be reserved, preemptible, overlap or training")
+    if Role.UNKNOWN is entry.role:
+        raise PlanInputError(f"{where}: role must be prefill, decode, colocated or training")
+    if Activity.UNKNOWN is entry.activity:
+        raise PlanInputError(f"{where}: activity must be active, inactive or transitioning")
+    if entry.stage not in _STAGES:
+        raise PlanInputError(f"{where}: stage must be one of {', '.join(_STAGES)}")
+    if (entry.role is Role.TRAINING) is not (entry.zone is Zone.TRAINING):
+        raise PlanInputError(f"{where}: role {entry.role} does not go with zone {entry.zone}")
+    stage = entry.stage
+    if entry.activity is Activity.TRANSITIONING and stage is Stage.NONE:
+        stage = Stage.LAUNCHING  # a bare table does not say in which direction it goes; it does not serve
+    return Row(
+        worker=WorkerId(entry.worker),
+        gpus=tuple(_gpu(gpu, where) for gpu in entry.gpus),
+        zone=entry.zone,
+        role=entry.role,
+        activity=entry.activity,
+        stage=stage,
+    )
+
+
+def _gpu(value: Any, where: str) -> Gpu:  # Any: a JSON value
+    """[node, index] or {"node": .., "index": ..}."""
+    try:
+        if isinstance(value, Mapping):
+            return msgspec.convert(value, Gpu)
+        node, index = msgspec.convert(value, tuple[str, int])
+    except msgspec.ValidationError as error:
+        raise PlanInputError(f"{where}: gpus must be a list of [node, index]: {error}") from error
+    return Gpu(NodeId(node), index)
+
+
+def _convert(value: object, kind: type[Any], name: str) -> Any:  # Any: an instance of `kind`
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        raise PlanInputError(f"{name}: {error}; correct it, `pearl plan --help` shows its fields") from error

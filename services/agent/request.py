@@ -1,0 +1,233 @@
+"""The edge of a request: who holds a reply's state for its client, and brings it to an end whatever workers do.
+
+Owns: requests that run here, the one subscription on which their tokens come back. Never decides where a request runs
+(routers do) and knows nothing of what a reply is for. Driven by: `generate`, token chunks, the role table.
+What a request does next, and the invariants, are in `request_state.py`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, Protocol
+
+from messages.agent import Assignment, NotNow, TokenChunk
+from messages.envelope import UndecodableMessage, decode, encode
+from messages.router import AssignRequest
+from messages.subjects import subject_of
+from pearl_state.model import RoleTable
+from services.agent.request_state import (
+    BARREN_MS,
+    Ask,
+    Cancel,
+    Effect,
+    Elapsed,
+    Event,
+    Interruption,
+    Journal,
+    NoAnswer,
+    Reply,
+    RequestSpec,
+    RequestState,
+    Run,
+    WorkerLost,
+    is_lost,
+)
+from services.runtime.bus import Bus, BusUnavailable, Delivery, NoReply, Subscription
+
+__all__ = ["Interruption", "OnInterruption", "Reply", "RequestEdge", "RequestFailedError", "RequestSpec"]
+
+ASSIGN_TIMEOUT_S: Final = 2.0
+"""A router answers within milliseconds; one that died with the question in hand is asked again after this."""
+GONE_GRACE_S: Final = 0.02
+"""A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
+
+
+class RequestFailedError(Exception):
+    """No worker could get on with this request; the message says what the last ones answered."""
+
+
+class TableReplica(Protocol):
+    """What is needed of a replica of the role table."""
+
+    @property
+    def table(self) -> RoleTable | None: ...
+
+    def on_change(self, callback: Callable[[RoleTable], None]) -> object: ...
+
+
+class _Running:
+    """A request that runs here: its state, what its events asked for, and who waits for that."""
+
+    def __init__(self, state: RequestState) -> None:
+        self.state = state
+        self.effects: list[Effect] = []
+        self.wake: asyncio.Future[None] | None = None
+
+    def take(self, event: Event, now_ms: float) -> None:
+        """Step; wake the waiter only if there is something to do."""
+        effects = self.state.step(event, now_ms)
+        self.effects += effects
+        if (effects or self.state.done) and self.wake is not None and not self.wake.done():
+            self.wake.set_result(None)
+
+
+OnInterruption = Callable[[Interruption], Awaitable[None]]
+
+
+class RequestEdge:
+    """Runs requests to their end. `start` before use; one a process is enough."""
+
+    def __init__(
+        self, bus: Bus, job: str, edge: str, *, silence_ms: float, replica: TableReplica | None = None
+    ) -> None:
+        self.late_chunks = 0  # of attempts that are no longer wanted
+        self.undecodable = 0
+        self._bus = bus
+        self._job = job
+        self._reply_to = f"pearl.{job}.tok.{edge}"
+        self._silence_ms = silence_ms
+        self._replica = replica
+        self._running: dict[str, _Running] = {}
+        self._subscription: Subscription | None = None
+        self._reader: asyncio.Task[None] | None = None
+        if replica is not None:
+            replica.on_change(self._on_table)
+
+    async def start(self) -> None:
+        """Subscribe; requests may follow."""
+        self._subscription = await self._bus.subscribe(self._reply_to)
+        self._reader = asyncio.create_task(self._read(self._subscription), name="request-edge")
+
+    async def stop(self) -> None:
+        """Stop reading. Requests that still run must have been cancelled."""
+        if self._reader is not None:
+            self._reader.cancel()
+            await asyncio.wait([self._reader])
+        if self._subscription is not None:
+            await self._subscription.stop()
+
+    async def generate(self, spec: RequestSpec, on_interruption: OnInterruption) -> Reply:
+        """The whole reply, exactly once. Waits as long as it takes while no worker serves.
+
+        `on_interruption` must have stored its argument when it returns; what it raises ends the request. Raises
+        RequestFailedError. Cancelling the caller cancels the attempt.
+        """
+        assert spec.request not in self._running, f"request {spec.request} runs here already"
+        loop = asyncio.get_running_loop()
+        running = _Running(RequestState(spec, reply_to=self._reply_to, silence_ms=self._silence_ms))
+        state = running.state
+        self._running[spec.request] = running
+        try:
+            running.effects += state.begin(loop.time() * 1000)
+            while True:
+                while running.effects:
+                    await self._execute(running, running.effects.pop(0), on_interruption)
+                if state.reply is not None:
+                    return state.reply
+                if state.failed:
+                    raise RequestFailedError(f"request {spec.request}: {state.failed}")
+                await _wait(running, loop)
+        finally:
+            del self._running[spec.request]
+            self.late_chunks += state.late
+            cancel = state.cancellation()
+            if cancel is not None:
+                await self._cancel(cancel)
+
+    async def _execute(self, running: _Running, effect: Effect, on_interruption: OnInterruption) -> None:
+        match effect:
+            case Ask():
+                answer = await self._ask(effect.message)
+                table = self._replica.table if self._replica is not None else None
+                if table is not None and isinstance(answer, Assignment) and _assigned_lost(table, answer):
+                    # The router has not seen this table yet.
+                    answer = NotNow(
+                        request=answer.request, attempt=answer.attempt, retry_after_ms=BARREN_MS, reason="worker gone"
+                    )
+                running.take(answer, _now_ms())
+            case Run():
+                for message in effect.messages:
+                    # One that is lost, here or later, shows as silence.
+                    await self._send(subject_of(self._job, message), encode(message))
+            case Cancel():
+                await self._cancel(effect)
+            case Journal():
+                await on_interruption(effect.interruption)
+
+    async def _ask(self, message: AssignRequest) -> Assignment | NotNow | NoAnswer:
+        try:
+            answer = await self._bus.request(subject_of(self._job, message), encode(message), ASSIGN_TIMEOUT_S)
+            return decode(answer.data, Assignment, NotNow)
+        except UndecodableMessage:
+            self.undecodable += 1
+        except (NoReply, BusUnavailable):
+            pass
+        return NoAnswer()
+
+    async def _cancel(self, cancel: Cancel) -> None:
+        for worker in cancel.workers:
+            await self._send(f"pearl.{self._job}.gen.{worker}", encode(cancel.message))
+
+    async def _send(self, subject: str, data: bytes) -> None:
+        with contextlib.suppress(BusUnavailable):
+            await self._bus.publish(subject, data)
+
+    async def _read(self, subscription: Subscription) -> None:
+        async for delivery in subscription:
+            self._on_delivery(delivery)
+
+    def _on_delivery(self, delivery: Delivery) -> None:
+        try:
+            chunk = decode(delivery.data, TokenChunk)
+        except UndecodableMessage:
+            self.undecodable += 1
+            return
+        running = self._running.get(chunk.request)
+        if running is None:
+            self.late_chunks += 1
+        else:
+            running.take(chunk, _now_ms())
+
+    def _on_table(self, table: RoleTable) -> None:
+        lost = [(running, running.state.attempt) for running in self._running.values() if running.state.lost_in(table)]
+        if lost:
+            asyncio.get_running_loop().call_later(GONE_GRACE_S, _declare_lost, lost)
+
+
+def _declare_lost(lost: Sequence[tuple[_Running, int]]) -> None:
+    for running, attempt in lost:
+        if running.state.attempt == attempt:
+            running.take(WorkerLost(), _now_ms())
+
+
+def _assigned_lost(table: RoleTable, held: Assignment) -> bool:
+    return is_lost(table, held.worker, held.incarnation, held.role_generation) or (
+        held.prefill_worker != ""
+        and is_lost(table, held.prefill_worker, held.prefill_incarnation, held.prefill_role_generation)
+    )
+
+
+def _now_ms() -> float:
+    return asyncio.get_running_loop().time() * 1000
+
+
+async def _wait(running: _Running, loop: asyncio.AbstractEventLoop) -> None:
+    """Until an event left something to do, or the deadline as it is now; a deadline that moved is waited for again."""
+    deadline = running.state.deadline_ms
+    wake: asyncio.Future[None] = loop.create_future()
+    running.wake = wake
+    timer = None if deadline is None else loop.call_at(deadline / 1000, _elapsed, running, wake)
+    try:
+        await wake
+    finally:
+        running.wake = None
+        if timer is not None:
+            timer.cancel()
+
+
+def _elapsed(running: _Running, wake: asyncio.Future[None]) -> None:
+    running.take(Elapsed(), _now_ms() + 1)  # timers may fire a clock's resolution early
+    if not wake.done():
+        wake.set_result(None)

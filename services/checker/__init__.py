@@ -1,0 +1,1 @@
+"""The checker: holds what agents, workers and the pipeline scheduler each wrote down against one another."""

@@ -1,0 +1,114 @@
+"""Gather what a run wrote down: its streams, and its workers' attempt logs below `<run_dir>/attempts/`.
+
+Reads only. What is read later may tell of more than what was read before, never of less: batches, then ends, then the
+journal, then the workers' logs. So a run can be checked while it goes on.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from messages.agent import AttemptLogged, RequestInterrupted, TurnFinished
+from messages.envelope import MAX_MESSAGE_BYTES, Message, UndecodableMessage, decode
+from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
+from messages.subjects import event_subject, stream
+from services.checker.core import Expected, Journalled, Report, Violation
+from services.checker.core import check as judge
+from services.jobfile import JobFile
+from services.runtime.bus import Bus
+
+LENGTH = struct.Struct(">I")
+"""Before each frame of an attempt log: its length in bytes, big-endian."""
+
+M = TypeVar("M", bound=Message)
+
+
+class TornLogError(ValueError):
+    """An attempt log that is broken other than at its end; the message says where."""
+
+
+async def check(bus: Bus, job: JobFile) -> Report:
+    """Check a job's run as far as it has come. Raises BusError, OSError.
+
+    Records that cannot be read are violations like any other.
+    """
+    unread: list[Violation] = []
+    name = job.job.name
+    ev, kept = stream(name, "ev"), stream(name, "journal")
+    batches = [m async for _, m in _messages(bus, ev, event_subject(name, BatchReady), unread, BatchReady)]
+    steps = [m async for _, m in _messages(bus, ev, event_subject(name, StepFinished), unread, StepFinished)]
+    ends = [
+        m async for _, m in _messages(bus, ev, event_subject(name, TrajectoryCompleted), unread, TrajectoryCompleted)
+    ]
+    journal = [
+        Journalled(seq, record)
+        async for seq, record in _messages(
+            bus, kept, f"pearl.{name}.journal.*", unread, TurnFinished, RequestInterrupted
+        )
+    ]
+    attempts, files = read_attempt_logs(job.run_dir / "attempts", unread)
+    journal_from = 1
+    if not job.pipeline.keep_journal:
+        # Purged from below. Of a journal with nothing left, all that the ends refer to is gone.
+        everything = max((seq for end in ends for seq in end.journal), default=0) + 1
+        journal_from = journal[0].seq if journal else everything
+    report = judge(
+        Expected(
+            batch_trajectories=job.pipeline.batch_trajectories,
+            group_size=job.pipeline.group_size,
+            staleness=job.pipeline.staleness,
+            journal_from=journal_from,
+            attempts_logged=files > 0,
+        ),
+        journal=journal,
+        attempts=attempts,
+        ends=ends,
+        batches=batches,
+        steps=steps,
+    )
+    return msgspec.structs.replace(report, violations=(*unread, *report.violations))
+
+
+def read_attempt_logs(folder: Path, unread: list[Violation]) -> tuple[list[AttemptLogged], int]:
+    """All entries of all logs, each log in order, and how many logs there are. Broken logs go to `unread`."""
+    entries: list[AttemptLogged] = []
+    files = sorted(folder.glob("*.msgpack"))
+    for path in files:
+        try:
+            entries.extend(frames(path.read_bytes()))
+        except TornLogError as error:
+            unread.append(Violation("log_unreadable", f"{path}: {error}"))
+    return entries, len(files)
+
+
+def frames(data: bytes) -> Iterator[AttemptLogged]:
+    """Entries of one log. A last frame that is not all there is left out: its worker died writing it. Raises TornLogError."""
+    at = 0
+    while at + LENGTH.size <= len(data):
+        (length,) = LENGTH.unpack_from(data, at)
+        if length > MAX_MESSAGE_BYTES:
+            raise TornLogError(f"byte {at}: a frame of {length} bytes")
+        begin, at = at + LENGTH.size, at + LENGTH.size + length
+        if at > len(data):
+            return
+        try:
+            yield decode(data[begin:at], AttemptLogged)
+        except UndecodableMessage as error:
+            raise TornLogError(f"byte {begin}: {error.reason}") from error
+
+
+async def _messages(
+    bus: Bus, stream_name: str, subject: str, unread: list[Violation], *kinds: type[M]
+) -> AsyncIterator[tuple[int, M]]:
+    async for delivery in bus.read(stream_name, subject):
+        try:
+            yield delivery.seq, decode(delivery.data, *kinds)
+        except UndecodableMessage as error:
+            unread.append(
+                Violation("unreadable", f"{stream_name} {delivery.seq} on {delivery.subject}: {error.reason}")
+            )

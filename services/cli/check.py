@@ -1,0 +1,35 @@
+"""`pearl check`: hold a job's journals against its workers' attempt logs."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import msgspec
+
+from services.checker.collect import check
+from services.checker.core import Report
+from services.cli.runs import job_of
+from services.connect import connect
+from services.jobfile import JobFile
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Exit 1 if the checker finds a violation. The job's NATS must be up."""
+    report = asyncio.run(_check(job_of(arguments)))
+    if arguments.json:
+        print(msgspec.json.encode(report).decode())
+    else:
+        for name in ("completed", "lost", "duplicated", "delivered", "regenerated", "lost_with_edge", "staleness_max"):
+            print(f"{name:16} {getattr(report, name)}")
+        for violation in report.violations:
+            print(f"violation: {violation}")
+    return 1 if report.violations else 0
+
+
+async def _check(job: JobFile) -> Report:
+    bus = await connect(job, "monitor")
+    try:
+        return await check(bus, job)
+    finally:
+        await bus.close()

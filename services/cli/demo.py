@@ -1,0 +1,143 @@
+"""`pearl demo`: the main job on this machine, start to report."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import signal
+import sys
+import time
+from importlib import resources
+from pathlib import Path
+
+from services import jobfile
+from services.cli.runs import RUN_FILE
+from services.connect import connect
+from services.jobfile import ConfigError, JobFile
+from services.monitor.collector import Collector
+from services.monitor.report import DemoReport, make_report, print_report
+from services.runtime.clock import now_ms
+from services.supervisor.service import Supervisor
+
+LIMIT_S = 285.0
+"""A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
+KEEP_RUNS = 5
+"""Older demo runs below the data directory are deleted."""
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 if the run finished with all zeros, 1 otherwise."""
+    path = prepare(arguments)
+    job = jobfile.load(path)
+    report = asyncio.run(_demo(job, path, quiet=arguments.json))
+    if report is None:
+        return 130
+    if arguments.json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        print_report(report, job)
+    return 0 if report.clean(job) else 1
+
+
+def prepare(arguments: argparse.Namespace) -> Path:
+    """Make a fresh run folder with its job file; earlier demos' files are left alone, the oldest deleted."""
+    data_dir = Path(arguments.data_dir).resolve()
+    name = time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid())
+    run_dir = data_dir / name
+    try:
+        run_dir.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(f"--data-dir {data_dir}: cannot make a run folder there ({error})") from error
+    for old in sorted(data_dir.glob("demo-*"), key=lambda each: each.stat().st_mtime)[: -KEEP_RUNS - 1]:
+        if not _alive(old):
+            shutil.rmtree(old, ignore_errors=True)
+    text = resources.files("services.cli").joinpath("demo.toml").read_text(encoding="utf-8")
+    text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {arguments.seed}\n', 1)
+    text = text.replace("[model]\n", f"[nats]\nport = {arguments.port}\n\n[model]\n", 1)
+    if arguments.steps is not None:
+        lines = (
+            f"train_steps = {arguments.steps}" if line.startswith("train_steps") else line for line in text.splitlines()
+        )
+        text = "\n".join(lines) + "\n"
+    path = run_dir / RUN_FILE
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def _alive(run_dir: Path) -> bool:
+    """Whether a supervisor still runs in this run folder (its pid is the folder name's last part)."""
+    pid = run_dir.name.rpartition("-")[2]
+    return pid.isdigit() and Path(f"/proc/{pid}").exists()
+
+
+async def _demo(job: JobFile, path: Path, *, quiet: bool) -> DemoReport | None:
+    stop, interrupted = asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        interrupted.set()
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, interrupt)
+    begun = time.monotonic()
+    supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
+    collector: Collector | None = None
+    seen_processes: dict[str, int] = {}
+
+    def collector_say(text: str) -> None:
+        if collector is not None:
+            collector.board.say(now_ms(), text)
+
+    try:
+        _progress(quiet, "starting NATS and the services ...")
+        await supervisor.start()
+        bus = await connect(job, "monitor")
+        collector = Collector(bus, job.job.name)
+        await collector.start()
+        following = asyncio.create_task(collector.follow(stop))
+        watching = asyncio.create_task(_watch(job, stop, collector, quiet))
+        while not stop.is_set():
+            seen_processes.update((each.name, each.pid) for each in supervisor.processes())
+            over_time = time.monotonic() - begun > LIMIT_S
+            if len(collector.board.steps) >= job.pipeline.train_steps or over_time:
+                stop.set()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(stop.wait(), 0.5)
+        await asyncio.gather(following, watching)
+        if interrupted.is_set():
+            _progress(quiet, "interrupted: stopping all processes ...")
+            return None
+        _progress(quiet, "checking every token of the run against the journals ...")
+        report = await make_report(bus, job, processes=seen_processes, wall_s=time.monotonic() - begun)
+        await bus.close()
+        return report
+    finally:
+        await supervisor.stop()
+
+
+async def _watch(job: JobFile, stop: asyncio.Event, collector: Collector, quiet: bool) -> None:
+    """The live view on a terminal; a line every few seconds elsewhere; with --json that line on standard error."""
+    if sys.stdout.isatty() and not quiet:
+        from services.monitor.view import watch
+
+        await watch(job, stop, collector=collector)
+        return
+    while not stop.is_set():
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(stop.wait(), 10.0)
+        board = collector.board
+        reward = f"{board.rewards[-1][1]:.2f}" if board.rewards else "-"
+        _progress(
+            quiet,
+            f"train step {len(board.steps)}/{job.pipeline.train_steps}  reward {reward}  "
+            f"workers {board.budget[-1][2] if board.budget else 0}  {board.tokens_per_s:.0f} tokens/s  "
+            f"{board.preemptions} preemptions",
+        )
+
+
+def _progress(quiet: bool, text: str) -> None:
+    print(text, file=sys.stderr if quiet else sys.stdout, flush=True)

@@ -1,0 +1,39 @@
+"""`pearl up`: every service of a job file, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import signal
+from pathlib import Path
+
+from services import jobfile
+from services.supervisor.service import Supervisor
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Returns 0 after a clean stop."""
+    path = Path(arguments.config).resolve()
+    job = jobfile.load(path)
+    return asyncio.run(_up(job, path, arguments.view))
+
+
+async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    supervisor = Supervisor(job, path, on_event=print)
+    try:
+        await supervisor.start()
+        print(f"job {job.job.name}: {len(supervisor.processes())} processes; logs in {job.run_dir}/logs; Ctrl-C stops")
+        if view:
+            from services.monitor.view import watch
+
+            await watch(job, stop)
+        else:
+            await stop.wait()
+    finally:
+        print("stopping")
+        await supervisor.stop()
+    return 0

@@ -1,0 +1,1 @@
+"""Cluster rebuilder (paper 4.5): executes a plan's part in the reserved and preemptible zones."""

@@ -1,0 +1,191 @@
+"""Models on disk: safetensors with Hugging Face's names, one file or sharded, and the built-in initial model."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file  # pyright: ignore[reportUnknownVariableType] - the library's stubs
+from torch import Tensor, nn
+
+from services.jobfile import ConfigError, JobFile
+from services.models.config import ModelConfig
+from services.models.decoder import Decoder
+
+INDEX: Final = "model.safetensors.index.json"
+SINGLE: Final = "model.safetensors"
+SHARD_BYTES: Final = 1 << 30
+"""A shard is refetched whole when it is torn, so shards are kept well below a model."""
+TINY: Final = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def weight_files(directory: str | Path) -> list[Path]:
+    """The safetensors files of a model folder, in name order. Raises ConfigError where one is missing."""
+    base = Path(directory)
+    if (base / INDEX).is_file():
+        try:
+            index = msgspec.json.decode((base / INDEX).read_bytes(), type=dict[str, Any])
+            names = sorted(set(msgspec.convert(index.get("weight_map"), dict[str, str]).values()))
+        except msgspec.MsgspecError as error:
+            raise ConfigError(f"{base / INDEX}: not an index of safetensors shards: {error}") from error
+        files = [base / name for name in names]
+    else:
+        files = [base / SINGLE]
+    for file in files:
+        if not file.is_file():
+            raise ConfigError(f"{file}: missing; a model folder needs {SINGLE}, or {INDEX} and the shards it names")
+    return files
+
+
+def read_weights(directory: str | Path) -> dict[str, Tensor]:
+    """All tensors of a model folder by name, on the CPU. Raises ConfigError."""
+    return dict(_tensors(weight_files(directory)))
+
+
+def load_weights(model: nn.Module, directory: str | Path) -> None:
+    """Copy a folder's tensors into `model`, in place, casting to its type and device.
+
+    Names and shapes are checked before the first copy, so a ConfigError leaves the model as it was.
+    """
+    apply_weights(model, read_weights(directory), str(directory))
+
+
+def apply_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "weights") -> None:
+    """Copy `tensors` into `model`, in place; all fit, or a ConfigError that mentions `where` and no change."""
+    wanted = dict(model.named_parameters())
+    missing = sorted(wanted.keys() - tensors.keys())
+    # A tied model may repeat its embedding as the head; everything else must have a place.
+    surplus = sorted(tensors.keys() - wanted.keys() - {"lm_head.weight"})
+    if missing or surplus:
+        raise ConfigError(f"{where}: tensors do not fit config.json: missing {missing[:3]}, unknown {surplus[:3]}")
+    for name, parameter in wanted.items():
+        if parameter.shape != tensors[name].shape:
+            found, expected = list(tensors[name].shape), list(parameter.shape)
+            raise ConfigError(f"{where}: {name} has shape {found}, config.json says {expected}")
+    with torch.no_grad():
+        for name, parameter in wanted.items():
+            parameter.copy_(tensors[name])
+
+
+def save_weights(
+    model_state: Mapping[str, Tensor], directory: str | Path, shard_bytes: int = SHARD_BYTES
+) -> list[Path]:
+    """Write tensors as safetensors: one file, or shards of at most about `shard_bytes` with an index. Returns them all."""
+    base = Path(directory)
+    base.mkdir(parents=True, exist_ok=True)
+    groups: list[dict[str, Tensor]] = [{}]
+    size = 0
+    for name, tensor in sorted(model_state.items()):
+        value = tensor.detach().to("cpu").contiguous()
+        if groups[-1] and size + value.nbytes > shard_bytes:
+            groups.append({})
+            size = 0
+        groups[-1][name] = value
+        size += value.nbytes
+    if len(groups) == 1:
+        save_file(groups[0], base / SINGLE, metadata={"format": "pt"})
+        return [base / SINGLE]
+    files = [base / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
+    for file, group in zip(files, groups, strict=True):
+        save_file(group, file, metadata={"format": "pt"})
+    weight_map = {name: file.name for file, group in zip(files, groups, strict=True) for name in group}
+    total = sum(tensor.nbytes for group in groups for tensor in group.values())
+    (base / INDEX).write_bytes(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map}))
+    return [*files, base / INDEX]
+
+
+def initial_model(job: JobFile, vocab_size: int | None = None) -> Path:
+    """Folder of the model that training starts from: `model.path`, or the built-in one, made if need be.
+
+    'builtin:tiny' is a Qwen3 of two layers and width 64 with random weights that follow from `job.seed` and the
+    vocabulary alone, in `<run_dir>/models/initial`; `vocab_size` defaults to that of `environment.tokenizer`.
+    Several processes may call it at once. Raises ConfigError.
+    """
+    if not job.model.path.startswith("builtin:"):
+        ModelConfig.load(job.model.path)
+        weight_files(job.model.path)
+        return Path(job.model.path)
+    if job.model.path != "builtin:tiny":
+        raise ConfigError(f"model.path = {job.model.path!r}: the only built-in model is 'builtin:tiny'")
+    target = job.run_dir / "models" / "initial"
+    if (target / "config.json").is_file():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    draft = Path(tempfile.mkdtemp(prefix=".initial-", dir=target.parent))
+    try:
+        config = _tiny_config(vocab_size or _vocabulary(job))
+        (draft / "config.json").write_bytes(msgspec.json.format(msgspec.json.encode(config), indent=2))
+        save_weights(_random(ModelConfig.load(draft), job.job.seed), draft)
+        # Another process may have won the race: rename fails onto its full folder, and its content is the same.
+        with contextlib.suppress(OSError):
+            os.rename(draft, target)  # noqa: PTH104 - Path.rename is the same call
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+    if not (target / "config.json").is_file():
+        raise ConfigError(f"{target}: the initial model could not be written; is job.data_dir writable?")
+    return target
+
+
+def _opened(file: Path) -> Any:
+    """The library's reader; `Any` because it has no stubs."""
+    return safe_open(file, framework="pt")
+
+
+def _tensors(files: list[Path]) -> Iterator[tuple[str, Tensor]]:
+    for file in files:
+        try:
+            with _opened(file) as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: not a complete safetensors file: {error}") from error
+
+
+def _vocabulary(job: JobFile) -> int:
+    from services.environments.loading import load_tokenizer
+
+    return load_tokenizer(job).vocab_size
+
+
+def _tiny_config(vocab_size: int) -> dict[str, Any]:
+    return {
+        "architectures": ["Qwen3ForCausalLM"],
+        "model_type": "qwen3",
+        "vocab_size": vocab_size,
+        **TINY,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 8192,
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "dtype": "float32",
+    }
+
+
+def _random(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """Weights with unit-scale activations and almost flat first predictions, so that exploration starts even."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = Decoder(config).state_dict()
+    for name, tensor in sorted(weights.items()):
+        if tensor.dim() < 2:
+            continue  # norms stay one
+        std = tensor.shape[1] ** -0.5
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            std /= (2 * config.num_hidden_layers) ** 0.5
+        elif name.endswith("embed_tokens.weight"):
+            std = 1.0
+        elif name == "lm_head.weight":
+            std = 0.02
+        weights[name] = torch.randn(tensor.shape, generator=generator) * std
+    return weights

@@ -1,0 +1,1 @@
+"""The orchestrator (paper 4.4): the role table's only writer, and the planner."""

@@ -1,0 +1,357 @@
+"""Orchestrator process: the role table's only writer.
+
+Owns: the value of bucket `<job>_roles`, while it holds the lease `<job>_lease`. Never executes a plan, never chooses a
+target, never writes a checkpoint of its own: the table is all its state. Driven by targets, by what executors, workers
+and node agents report, by missed node heartbeats, and by time.
+
+What holds:
+
+- A batch of inputs is one epoch: one guarded write, then the effects, then the acknowledgements. A crash in between
+  repeats inputs, which changes nothing (core.py), and publishes the plan in the table again under the same message id.
+- A second orchestrator stands by on the lease. If both ever believe to be in charge, one write fails: that one is
+  deposed, forgets what it held, and stands by.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import secrets
+import socket
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Final, TypeVar
+
+import msgspec
+
+from messages.elastic_scheduler import NodeUp
+from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.executors import ReconfigurationPlan
+from messages.ids import Epoch, Incarnation
+from messages.monitor import DeadLetter
+from messages.orchestrator import TargetConfiguration, WorkerGone, WorkerReady
+from messages.pipeline_scheduler import WeightsPublished
+from messages.runtime_tracker import NodeHeartbeat
+from messages.subjects import TABLE_KEY, event_subject, message_id, roles_bucket, stream, subject_of, telemetry_subject
+from pearl_state.invariants import violations
+from pearl_state.model import RoleTable, with_rows
+from pearl_state.store import Deposed, Lease, TableStore
+from services.connect import connect, connect_tables
+from services.jobfile import JobFile
+from services.orchestrator.config import Config
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.core_plans import plan_message
+from services.orchestrator.leases import NodeLeases
+from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription
+from services.runtime.clock import Clock, now_ms
+from services.runtime.core import Effect, Input, Note, Refuse, Send, Tick
+from services.runtime.log import get_logger
+
+BATCH: Final = 256  # durable inputs an epoch at most
+FETCH_S: Final = 2.0  # how long a pull request stays open without a message
+ACK_WAIT_S: Final = 10.0  # redelivery is harmless, so soon; longer than a turn takes
+RETRY_FIRST_S: Final = 0.1
+RETRY_MOST_S: Final = 2.0
+DEAD_BYTES: Final = 1024  # of a refused message that its dead letter keeps
+
+T = TypeVar("T")
+M = TypeVar("M", bound=Message)
+
+
+async def serve(job: JobFile, stop: asyncio.Event) -> None:
+    """Stand by, be in charge, until `stop` is set. Raises ConfigError, UnreadableTableError, ValueError (changed slots)."""
+    core = OrchestratorCore(Config.of(job))
+    bus = await connect(job, core.name)
+    try:
+        tables = await connect_tables(job)
+        try:
+            await Orchestrator(core, bus, tables).run(stop)
+        finally:
+            await tables.close()
+    finally:
+        await bus.close()
+
+
+class _Stopped(Exception):
+    """The stop event came while something was retried."""
+
+
+class Orchestrator:
+    """One candidate for being in charge. `bus` is the event user's connection, `tables` the table writer's."""
+
+    def __init__(
+        self,
+        core: OrchestratorCore,
+        bus: Bus,
+        tables: Bus,
+        *,
+        tick_ms: int = 200,
+        clock: Clock = now_ms,
+        holder: str = "",
+    ) -> None:
+        self._core = core
+        self._job = core.config.job
+        self._bus = bus
+        self._tables = tables
+        self._tick_s = tick_ms / 1000
+        self._clock = clock
+        self._holder = holder or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
+        self._log = get_logger(core.name)
+        self._stop = asyncio.Event()
+        self._leases = NodeLeases(core.config.lease_ms, clock())
+        self._store = TableStore(tables, self._job)
+        self.table: RoleTable | None = None
+        """The table as last written here; None while standing by."""
+        bus.on_reconnect(self._reconnected)
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Until `stop` is set: stand by on the lease, then be in charge until deposed."""
+        self._stop = stop
+        with contextlib.suppress(_Stopped):
+            while not stop.is_set():
+                lease = Lease(self._tables, self._job, self._holder)
+                self._log.info("standing by", action="orchestrator.standby")
+                if not await self._persist(lambda lease=lease: lease.wait_acquire(stop), "take the lease"):
+                    return
+                try:
+                    await self._in_charge(lease)
+                except Deposed as deposed:
+                    self._log.warning(str(deposed), action="orchestrator.deposed")
+                finally:
+                    self.table = None
+
+    async def _in_charge(self, lease: Lease) -> None:
+        """Restore the table, then turn after turn. Raises Deposed."""
+        done = asyncio.Event()
+        subscription: Subscription | None = None
+        consumer: Consumer | None = None
+        try:
+            async with asyncio.TaskGroup() as group:
+                keeper = group.create_task(lease.keep(done))
+                pumps: list[asyncio.Task[None]] = []
+                try:
+                    await self._restore()
+                    heartbeats = telemetry_subject(self._job, NodeHeartbeat)
+                    subscription = await self._persist(lambda: self._bus.subscribe(heartbeats), "hear heartbeats")
+                    consumer = await self._persist(self._attach, "attach its consumer")
+                    batches: asyncio.Queue[Sequence[Delivery]] = asyncio.Queue(1)
+                    pumps = [
+                        group.create_task(self._pump_heartbeats(subscription)),
+                        group.create_task(self._pump_events(consumer, batches)),
+                    ]
+                    await self._turns(consumer, batches)
+                finally:
+                    for pump in pumps:
+                        pump.cancel()
+                    done.set()
+                    if self._stop.is_set():
+                        await asyncio.wait([keeper], timeout=RETRY_MOST_S)
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            if subscription is not None:
+                await subscription.stop()
+            if consumer is not None:
+                await consumer.stop()
+
+    # -- restore
+
+    async def _restore(self) -> None:
+        """The table as it was last written (a first one where there is none), and the plan in it, said again."""
+        self._store = TableStore(self._tables, self._job)
+        stored = await self._persist(self._store.restore, "read the role table")
+        table = stored if stored is not None else await self._rebuild()
+        table = self._core.with_slots(table)
+        broken = violations(table)
+        assert not broken, f"the stored role table of job {self._job} breaks: {'; '.join(broken)}"
+        if table is not stored:
+            epoch = Epoch(table.epoch + 1)
+            table = msgspec.structs.replace(table, epoch=epoch, written_ms=max(table.written_ms, self._clock()))
+            await self._write(table)
+        self.table = table
+        self._leases = NodeLeases(self._core.config.lease_ms, self._clock())
+        self._log.info("in charge", action="orchestrator.in_charge", epoch=table.epoch, cursor=table.writer.cursor)
+        if table.plan is not None:
+            await self._publish((Send(plan_message(table)),))
+        # What a predecessor fetched and did not acknowledge comes again only later: read it now.
+        cursor = table.writer.cursor
+        await self._turn(await self._persist(lambda: self._since(cursor), "read its stream"), None)
+
+    async def _rebuild(self) -> RoleTable:
+        """A table for a job whose bucket is empty. Normally the job is new, and so is the table.
+
+        If the bucket was lost, the stream still tells which incarnations and plan ids were used; they are not used again.
+        """
+        table = self._core.initial()
+        newest: dict[str, int] = {}
+        for kind in (WorkerReady, WorkerGone):
+            async for delivery in self._bus.read(stream(self._job, "ev"), event_subject(self._job, kind)):
+                with contextlib.suppress(UndecodableMessage):
+                    fact = decode(delivery.data, kind)
+                    newest[fact.worker] = max(newest.get(fact.worker, 0), fact.incarnation)
+        rows = [
+            msgspec.structs.replace(row, incarnation=Incarnation(max(row.incarnation, newest[row.worker])))
+            for row in table.rows
+            if row.worker in newest
+        ]
+        table = with_rows(table, rows)
+        plan = await self._last(ReconfigurationPlan)
+        if plan is not None:
+            number = int("0" + "".join(filter(str.isdigit, plan[1].plan_id)))
+            table = msgspec.structs.replace(table, writer=msgspec.structs.replace(table.writer, plans=number))
+        published, target = await self._last(WeightsPublished), await self._last(TargetConfiguration)
+        if published is not None:
+            table = msgspec.structs.replace(table, policy_version=published[1].version)
+        if target is not None:
+            self._log.warning(
+                f"the role table of job {self._job} is gone: made anew from its slots and target {target[1].decision_id}",
+                action="orchestrator.rebuilt",
+            )
+            writer = msgspec.structs.replace(table.writer, cursor=target[0].seq - 1)  # the target is the first input
+            table = msgspec.structs.replace(table, writer=writer)
+        return table
+
+    async def _last(self, kind: type[M]) -> tuple[Delivery, M] | None:
+        """The newest event of a kind that has no key."""
+        subject = event_subject(self._job, kind, "-")
+        found = await self._persist(lambda: self._bus.last(stream(self._job, "ev"), subject), f"read {subject}")
+        return None if found is None else (found, decode(found.data, kind))
+
+    async def _since(self, cursor: int) -> list[Delivery]:
+        """The inputs after `cursor`, straight from the stream."""
+        wanted = {event_subject(self._job, kind).rpartition(".")[0] for kind in self._core.inputs}
+        events = self._bus.read(stream(self._job, "ev"), f"pearl.{self._job}.ev.>", first_seq=cursor + 1)
+        return [delivery async for delivery in events if delivery.subject.rpartition(".")[0] in wanted]
+
+    async def _attach(self) -> Consumer:
+        subjects = [event_subject(self._job, kind) for kind in self._core.inputs]
+        return await self._bus.consume(
+            stream(self._job, "ev"), self._core.name, subjects, ack_wait_s=ACK_WAIT_S, max_ack_pending=4 * BATCH
+        )
+
+    # -- pumps: bring things to the loop, decide nothing
+
+    async def _pump_events(self, consumer: Consumer, batches: asyncio.Queue[Sequence[Delivery]]) -> None:
+        while True:
+            batch = await consumer.fetch(BATCH, FETCH_S)
+            if batch:
+                await batches.put(batch)
+
+    async def _pump_heartbeats(self, subscription: Subscription) -> None:
+        async for delivery in subscription:
+            with contextlib.suppress(UndecodableMessage):  # telemetry: an unreadable one is as good as none
+                self._leases.heard(decode(delivery.data, NodeHeartbeat), self._clock())
+
+    async def _reconnected(self) -> None:
+        self._leases.renew_all(self._clock())
+
+    # -- turns
+
+    async def _turns(self, consumer: Consumer, batches: asyncio.Queue[Sequence[Delivery]]) -> None:
+        loop = asyncio.get_running_loop()
+        next_tick = loop.time() + self._tick_s
+        while not self._stop.is_set():
+            batch: Sequence[Delivery] = ()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(next_tick):
+                    batch = await batches.get()
+            if batch:
+                await self._turn(batch, consumer)
+            if loop.time() >= next_tick:
+                next_tick = loop.time() + self._tick_s
+                # Deadlines are judged on what has arrived, so not while a backlog is being worked off.
+                if batches.empty() and len(batch) < BATCH:
+                    await self._step([Input(self._clock(), message) for message in (*await self._lost(), Tick())])
+
+    async def _lost(self) -> Sequence[Message]:
+        """The workers lost, if it is they who are silent and not our own connection that is broken."""
+        assert self.table is not None
+        if not self._leases.lost(self.table, self._clock()):
+            return ()
+        try:
+            await self._tables.get(roles_bucket(self._job), TABLE_KEY)
+            await self._bus.last(stream(self._job, "ev"), event_subject(self._job, NodeUp, "-"))
+        except BusUnavailable:
+            self._leases.renew_all(self._clock())
+            return ()
+        return self._leases.lost(self.table, self._clock())
+
+    async def _turn(self, batch: Sequence[Delivery], consumer: Consumer | None) -> None:
+        """Decode, step, write, publish, acknowledge."""
+        inputs: list[Input] = []
+        origins: list[Delivery] = []
+        refused: dict[int, str] = {}
+        now = self._clock()
+        for delivery in batch:
+            try:
+                message = decode(delivery.data, *self._core.inputs)
+            except UndecodableMessage as error:
+                refused[delivery.seq] = error.reason
+                continue
+            # The time of this turn, not of the event: a deadline counts from when executors can hear of it.
+            inputs.append(Input(now, message, delivery.seq, delivery.attempt > 1))
+            origins.append(delivery)
+        for delivery, effects in zip(origins, await self._step(inputs), strict=True):
+            for effect in effects:
+                if isinstance(effect, Refuse):
+                    refused[delivery.seq] = effect.reason
+        for delivery in batch:
+            if delivery.seq in refused:
+                await self._dead_letter(delivery, refused[delivery.seq])
+            if consumer is not None:
+                await (consumer.term(delivery) if delivery.seq in refused else consumer.ack(delivery))
+
+    async def _step(self, inputs: Sequence[Input]) -> tuple[Sequence[Effect], ...]:
+        """Step on a batch; write the table if it changed; publish. Returns each input's effects."""
+        assert self.table is not None
+        table, each, after = self._core.step_all(self.table, inputs)
+        if table is not self.table:
+            await self._write(table)
+            self.table = table
+        flat = [effect for effects in each for effect in effects]
+        await self._publish((*flat, *after))
+        return each
+
+    # -- effects
+
+    async def _write(self, table: RoleTable) -> None:
+        await self._persist(lambda: self._store.write(table), "write the role table")
+
+    async def _publish(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            if isinstance(effect, Note):
+                epoch = 0 if self.table is None else self.table.epoch
+                self._log.log(effect.level, effect.text, action=effect.action, epoch=epoch)
+            elif isinstance(effect, Send):
+                await self._publish_durable(effect.message, message_id(effect.message) or "")
+
+    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
+        text = f"dead-lettered a message on {delivery.subject}: {reason}"
+        self._log.warning(text, action="orchestrator.dead_letter", seq=delivery.seq)
+        letter = DeadLetter(
+            subject=delivery.subject,
+            receiver=self._core.name,
+            reason=reason,
+            size=len(delivery.data),
+            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
+        )
+        await self._publish_durable(letter, f"dead:{self._core.name}:{delivery.seq}")
+
+    async def _publish_durable(self, message: Message, msg_id: str) -> None:
+        subject, data = subject_of(self._job, message), encode(message)
+        await self._persist(lambda: self._bus.publish_durable(subject, data, msg_id=msg_id), f"publish on {subject}")
+
+    async def _persist(self, action: Callable[[], Awaitable[T]], what: str) -> T:
+        """Until it succeeds: the bus may be away for as long as it likes. Raises _Stopped, and what is not the bus's."""
+        wait_s = RETRY_FIRST_S
+        while True:
+            try:
+                return await action()
+            except BusUnavailable as error:
+                self._log.warning(f"cannot {what} ({error}); trying again", action="orchestrator.bus_away")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._stop.wait(), wait_s)
+                if self._stop.is_set():
+                    raise _Stopped from None
+                wait_s = min(RETRY_MOST_S, 2 * wait_s)

@@ -1,0 +1,204 @@
+"""Availability traces: how many GPUs there were, when. Reads both CSV formats; pure but for `load`.
+
+- counts: columns `time_s, available_gpus`, a step function: a value holds until the next row;
+- events: columns `time_s, event, instance_id, gpus` with event `add` or `remove`.
+
+Columns may stand in any order, others are ignored. Rows may be out of order; times may have fractions; a byte order
+mark, CRLF, blank lines and lines that begin with `#` are fine. An empty count is a gap: the value before it holds.
+A fraction of a GPU is rounded down. What cannot be understood is a `TraceError` naming file, line and reason.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from services.jobfile import ConfigError
+
+BUILT_IN: Final = ("bamboo-segment1", "bamboo-segment2", "bamboo-segment3")
+"""Two-hour segments of real spot availability; source and licence in `traces/LICENSE.md`."""
+MOST_ROWS: Final = 1_000_000
+MOST_GPUS: Final = 10_000_000
+MOST_SECONDS: Final = 1e9
+
+
+class TraceError(ConfigError):
+    """The trace cannot be used: the message names the file, the line and the reason."""
+
+
+class Step(msgspec.Struct, frozen=True):
+    """From `time_s` on, `gpus` GPUs are available."""
+
+    time_s: float
+    gpus: int
+
+
+class Trace(msgspec.Struct, frozen=True):
+    """A step function: steps in strictly increasing time, consecutive counts differ. Before the first, no GPU."""
+
+    name: str
+    steps: tuple[Step, ...]
+    warnings: tuple[str, ...] = ()  # oddities that were read over
+
+    def at(self, time_s: float) -> int:
+        """GPUs available at a time."""
+        held = 0
+        for step in self.steps:
+            if step.time_s > time_s:
+                break
+            held = step.gpus
+        return held
+
+    @property
+    def most(self) -> int:
+        """The largest count."""
+        return max(step.gpus for step in self.steps)
+
+
+class _Row(msgspec.Struct, frozen=True):
+    line: int
+    time_s: float
+    cells: dict[str, str]
+
+
+def load(name: str) -> Trace:
+    """A built-in trace by its name, or a CSV file by its path. Raises TraceError."""
+    path = Path(__file__).parent / "traces" / f"{name}.csv" if name in BUILT_IN else Path(name)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise TraceError(f"{path}: not UTF-8 text at byte {error.start}") from error
+    except OSError as error:
+        built_in = ", ".join(BUILT_IN)
+        raise TraceError(f"{path}: cannot be read ({error}); give a CSV file or one of {built_in}") from error
+    return parse(text, name)
+
+
+def parse(text: str, name: str = "trace") -> Trace:
+    """Either format, told by its columns. Raises TraceError."""
+    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
+    rows = _records(lines, name)
+    header = next(rows, None)
+    if header is None:
+        raise TraceError(
+            f"{name}: line 1: empty; expected a header, time_s,available_gpus or time_s,event,instance_id,gpus"
+        )
+    line, cells = header
+    columns = [cell.strip().lower() for cell in cells]
+    if {"time_s", "available_gpus"} <= set(columns):
+        return _from_counts(_timed(rows, columns, name), name)
+    if {"time_s", "event", "instance_id", "gpus"} <= set(columns):
+        return _from_events(_timed(rows, columns, name), name)
+    raise TraceError(
+        f"{name}: line {line}: columns {', '.join(columns)[:120]!r} are neither time_s,available_gpus "
+        "nor time_s,event,instance_id,gpus"
+    )
+
+
+def _records(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
+    """Line numbers and cells of what is neither blank nor a comment."""
+    reader = csv.reader(io.StringIO(text))
+    try:
+        for cells in reader:
+            if reader.line_num > MOST_ROWS:
+                raise TraceError(f"{name}: line {reader.line_num}: more than {MOST_ROWS} lines")
+            if any(cell.strip() for cell in cells) and not cells[0].lstrip().startswith("#"):
+                yield reader.line_num, cells
+    except csv.Error as error:
+        raise TraceError(f"{name}: line {reader.line_num}: {error}") from error
+
+
+def _timed(rows: Iterator[tuple[int, list[str]]], columns: list[str], name: str) -> list[_Row]:
+    """Rows by time; those of one time as in the file."""
+    found: list[_Row] = []
+    for line, cells in rows:
+        named = {column: cell.strip() for column, cell in zip(columns, cells, strict=False)}
+        time_s = _number(named.get("time_s", ""), "time_s", line, name)
+        if not 0 <= time_s <= MOST_SECONDS:
+            raise TraceError(f"{name}: line {line}: time_s {time_s:g} is not between 0 and {MOST_SECONDS:g} seconds")
+        found.append(_Row(line, time_s, named))
+    if not found:
+        raise TraceError(f"{name}: line 2: no data below the header")
+    return sorted(found, key=_time_of)
+
+
+def _from_counts(rows: list[_Row], name: str) -> Trace:
+    counts: list[Step] = []
+    warnings: list[str] = []
+    for row in rows:
+        cell = row.cells.get("available_gpus", "")
+        if not cell:
+            _warn(warnings, f"line {row.line}: a gap, the value before it holds")
+            continue
+        counts.append(Step(row.time_s, _gpus(cell, "available_gpus", row.line, name)))
+    if not counts:
+        raise TraceError(f"{name}: line {rows[0].line}: every available_gpus is empty")
+    return Trace(name, _steps(counts), tuple(warnings))
+
+
+def _from_events(rows: list[_Row], name: str) -> Trace:
+    present: dict[str, int] = {}
+    total = 0
+    counts: list[Step] = []
+    warnings: list[str] = []
+    for row in rows:
+        event, instance = row.cells.get("event", "").lower(), row.cells.get("instance_id", "")
+        if not instance:
+            raise TraceError(f"{name}: line {row.line}: no instance_id")
+        if event == "add":
+            if instance in present:
+                _warn(warnings, f"line {row.line}: {instance} is added twice, the second time ignored")
+            else:
+                present[instance] = _gpus(row.cells.get("gpus", ""), "gpus", row.line, name)
+                total += present[instance]
+        elif event == "remove":
+            if instance not in present:
+                _warn(warnings, f"line {row.line}: {instance} is removed but was not there, ignored")
+            total -= present.pop(instance, 0)
+        else:
+            raise TraceError(f"{name}: line {row.line}: event {event[:40]!r} is neither add nor remove")
+        counts.append(Step(row.time_s, total))
+    return Trace(name, _steps(counts), tuple(warnings))
+
+
+def _steps(counts: list[Step]) -> tuple[Step, ...]:
+    """The last count of each time, without those that change nothing."""
+    last_at = {step.time_s: step.gpus for step in counts}
+    steps: list[Step] = []
+    for time_s, gpus in last_at.items():
+        if not steps or steps[-1].gpus != gpus:
+            steps.append(Step(time_s, gpus))
+    return tuple(steps)
+
+
+def _number(cell: str, column: str, line: int, name: str) -> float:
+    try:
+        value = float(cell)
+    except ValueError:
+        raise TraceError(f"{name}: line {line}: {column} {cell[:40]!r} is not a number") from None
+    if not math.isfinite(value):
+        raise TraceError(f"{name}: line {line}: {column} {cell[:40]!r} is not finite")
+    return value
+
+
+def _gpus(cell: str, column: str, line: int, name: str) -> int:
+    value = _number(cell, column, line, name)
+    if not 0 <= value <= MOST_GPUS:
+        raise TraceError(f"{name}: line {line}: {column} {value:g} is not between 0 and {MOST_GPUS}")
+    return math.floor(value)
+
+
+def _warn(warnings: list[str], text: str) -> None:
+    """Bounded: a trace of nothing but oddities is told by the first ones."""
+    if len(warnings) < 20:
+        warnings.append(text)
+
+
+def _time_of(row: _Row) -> float:
+    return row.time_s

@@ -1,0 +1,162 @@
+"""Which requests run, and what the next iteration computes. Pure: no tensors, no threads, no clock.
+
+Continuous batching: every iteration computes one chunk of waiting prompts (several short ones together), then one
+token of every request whose context is computed. A request that runs out of KV cache makes the youngest one give its
+blocks back and wait again; the oldest always fits, so all finish.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from messages.ids import PolicyVersion
+from services.rollout_worker.engines.base import GenerateSpec
+from services.rollout_worker.engines.kv_cache import BLOCK, ROOT, BlockPool
+
+
+class Reply:
+    """One attempt in the engine: its context, what of it is computed, and what was not yet handed out."""
+
+    __slots__ = (
+        "blocks",
+        "cached",
+        "computed",
+        "link",
+        "linked",
+        "logprobs",
+        "prompt_len",
+        "sent",
+        "sent_at",
+        "shareable",
+        "spec",
+        "stop_ids",
+        "stream",
+        "tokens",
+        "version",
+    )
+
+    def __init__(self, spec: GenerateSpec, stream: int) -> None:
+        self.spec = spec
+        self.stream = stream
+        self.stop_ids = frozenset(spec.stop_ids)
+        self.tokens = [*spec.prompt, *spec.prefix]
+        self.prompt_len = len(spec.prompt)
+        self.sent = len(self.tokens)  # tokens before this one are the client's already
+        self.sent_at = 0.0
+        self.logprobs: list[float] = []  # of tokens[sent:]
+        self.version = PolicyVersion(-1)  # of tokens[sent:]
+        self.cached = -1  # prompt tokens found in the cache at first admission; -1: not admitted yet
+        self.computed = 0  # tokens whose KV is in the cache
+        self.blocks: list[int] = []
+        self.linked = 0  # blocks published or matched
+        self.link = ROOT
+        self.shareable = True
+
+    @property
+    def index(self) -> int:
+        """Which token of the reply comes next, from the end of the prompt."""
+        return len(self.tokens) - self.prompt_len
+
+
+class Batcher:
+    """`waiting` in order of arrival; `running` in order of admission, of which some still compute their context."""
+
+    def __init__(self, pool: BlockPool, *, max_running: int, chunk_tokens: int, context_limit: int) -> None:
+        self.pool = pool
+        self.max_running = max_running
+        self.chunk_tokens = chunk_tokens
+        self.context_limit = min(context_limit, pool.capacity * BLOCK)
+        self.waiting: deque[Reply] = deque()
+        self.running: list[Reply] = []
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def next_prefill(self) -> list[tuple[Reply, int]]:
+        """Contexts to go on computing, and how many tokens of each; padded to the longest within `chunk_tokens`."""
+        while self.waiting and len(self.running) < self.max_running and self._admit(self.waiting[0]):
+            self.running.append(self.waiting.popleft())
+        chunk: list[tuple[Reply, int]] = []
+        longest = 0
+        for reply in self.running:
+            count = min(len(reply.tokens) - reply.computed, self.chunk_tokens)
+            if count == 1:
+                continue  # one token is a decode, whoever wrote it
+            if chunk and max(longest, count) * (len(chunk) + 1) > self.chunk_tokens:
+                break
+            longest = max(longest, count)
+            chunk.append((reply, count))
+        return chunk
+
+    def next_decode(self) -> list[Reply]:
+        """Requests whose next token can be computed from their last one, each with a block to put it into."""
+        for reply in tuple(self.running):
+            if reply.blocks and reply.computed >= len(reply.blocks) * BLOCK:
+                self._extend(reply)
+        return [reply for reply in self.running if len(reply.tokens) - reply.computed == 1]
+
+    def advance(self, reply: Reply, count: int) -> None:
+        """KV of `count` more tokens is stored; blocks now full become findable."""
+        reply.computed += count
+        while reply.shareable and (reply.linked + 1) * BLOCK <= reply.computed:
+            start = reply.linked * BLOCK
+            block = tuple(reply.tokens[start : start + BLOCK])
+            reply.link = self.pool.publish(reply.blocks[reply.linked], reply.link, block)
+            reply.linked += 1
+
+    def end(self, reply: Reply) -> None:
+        """Forget a request, wherever it is."""
+        if reply in self.running:
+            self.running.remove(reply)
+        else:
+            self.waiting.remove(reply)
+        self._give_back(reply)
+
+    def retract(self, reply: Reply) -> None:
+        """Give the KV cache back; the context is computed again later, before those that wait."""
+        self.running.remove(reply)
+        self._give_back(reply)
+        self.waiting.appendleft(reply)
+
+    def retract_all(self) -> None:
+        for reply in self.running[::-1]:
+            self.retract(reply)
+
+    def new_weights(self) -> None:
+        """KV of the old weights may serve the requests it was computed for, but no others."""
+        self.pool.flush()
+        for reply in self.running:
+            reply.shareable = False
+
+    def _admit(self, reply: Reply) -> bool:
+        blocks, link = self.pool.match(reply.tokens, (len(reply.tokens) - 1) // BLOCK)
+        needed = -(-len(reply.tokens) // BLOCK) - len(blocks)
+        # Room for those that run to grow by one block, else the newcomer would be retracted at once.
+        room = self.pool.available - (len(self.running) if self.running else 0)
+        fresh = self.pool.allocate(needed) if needed <= room else None
+        if fresh is None:
+            self.pool.release(blocks)
+            return False
+        reply.blocks = blocks + fresh
+        reply.linked, reply.link, reply.computed = len(blocks), link, len(blocks) * BLOCK
+        reply.shareable = True
+        if reply.cached < 0:
+            reply.cached = reply.computed
+        return True
+
+    def _extend(self, reply: Reply) -> None:
+        """One more block, if need be from the youngest; the reply itself may be that one."""
+        while reply.blocks:
+            fresh = self.pool.allocate(1)
+            if fresh is not None:
+                reply.blocks += fresh
+                return
+            assert self.running != [reply], "one request within the context limit must fit"
+            self.retract(self.running[-1])
+
+    def _give_back(self, reply: Reply) -> None:
+        self.pool.release(reply.blocks)
+        reply.blocks = []
+        reply.computed = reply.linked = 0
+        reply.link = ROOT

@@ -1,0 +1,530 @@
+"""The embedded engine: a small continuous-batching engine in torch, in one thread of the worker's process.
+
+Owns the model's weights, the KV cache and the engine thread; the worker's service drives it through `Engine`. Never
+touches the bus. Invariants: only the engine thread computes or touches replies, and it sleeps when there is nothing to
+do; the event loop is woken at most once an iteration; a chunk holds tokens of one version; weights change between
+iterations, all at once; KV computed with other weights is never found by a new request.
+
+This release serves the role `colocated`. Prefill and decode are separate steps of an iteration already, so that the
+hand-over of KV between workers goes between them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import gc
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncGenerator, Callable, Mapping
+from typing import Any, Final, TypeVar
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from messages.ids import PolicyVersion, Role
+from services.jobfile import ConfigError, RolloutSection
+from services.models import Decoder, ModelConfig, read_weights
+from services.models.files import apply_weights
+from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
+from services.rollout_worker.engines.batching import Batcher, Reply
+from services.rollout_worker.engines.kv_cache import BLOCK, TRASH, BlockPool, KvCache, PagedAttention
+from services.rollout_worker.engines.sampling import sample, tensor_of
+
+NO_WEIGHTS: Final = PolicyVersion(-1)
+FLUSH_TOKENS: Final = 16
+FLUSH_S: Final = 0.03
+"""A reply's tokens are handed out at its end, or when there are so many or they are so old: a chunk costs about as
+much as a decoded token, and replies here are often three tokens long."""
+QUEUE_FACTOR: Final = 8
+"""Requests that may wait, in units of `max_running`; more are refused, so that the router hears of it."""
+
+T = TypeVar("T")
+
+
+class _Stream:
+    """Chunks of one reply on their way to its reader, in the event loop."""
+
+    __slots__ = ("chunks", "waiter")
+
+    def __init__(self) -> None:
+        self.chunks: deque[Tokens] = deque()
+        self.waiter: asyncio.Future[None] | None = None
+
+    def put(self, chunk: Tokens) -> None:
+        self.chunks.append(chunk)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
+
+    async def get(self) -> Tokens:
+        while not self.chunks:
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        return self.chunks.popleft()
+
+
+class TorchEngine:
+    """See `Engine`. `device`: "cpu", "cuda", or "auto"."""
+
+    def __init__(self, rollout: RolloutSection, device: str = "auto") -> None:
+        self._rollout = rollout
+        self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+        self._version = NO_WEIGHTS
+        self._model: Decoder | None = None
+        self._config: ModelConfig | None = None
+        self._cache: KvCache | None = None
+        self._batcher = self._new_batcher(1)
+        self._replies: dict[int, Reply] = {}  # of the engine thread
+        self._streams: dict[int, _Stream] = {}  # of the event loop
+        self._numbers = itertools.count(1)
+        self._paused = False
+        self._released = False
+        self._outbox: list[tuple[int, Tokens]] = []
+        self._inbox: list[Callable[[], None]] = []
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: asyncio.Future[str] | None = None
+        self._iterations = self._decoded = self._batch_sum = self._prefilled = 0
+        self._decode_s = self._prefill_s = 0.0
+
+    # ---- the worker's side: coroutines of the event loop ----
+
+    @property
+    def version(self) -> PolicyVersion:
+        return self._version
+
+    @property
+    def endpoint(self) -> str:
+        return ""
+
+    async def start(self) -> None:
+        assert self._thread is None, "started twice"
+        self._loop = asyncio.get_running_loop()
+        self._failure = self._loop.create_future()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+        await self._call(lambda: None)
+
+    async def stop(self) -> None:
+        if self._thread is None:
+            return
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    async def failed(self) -> str:
+        assert self._failure is not None, "not started"
+        return await asyncio.shield(self._failure)
+
+    async def set_role(self, role: Role) -> None:
+        if role is not Role.COLOCATED:
+            raise EngineError(f"the torch engine cannot serve role {role.value!r}; only 'colocated'")
+
+    async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Tokens, None]:
+        refusal = self._refusal(spec)
+        at_once = refusal or _finish_of(spec.prefix, spec.max_new_tokens, frozenset(spec.stop_ids))
+        if at_once:
+            finish = "refused" if refusal else at_once
+            yield Tokens(
+                offset=len(spec.prefix), tokens=[], logprobs=[], version=self._version, finish=finish, reason=refusal
+            )
+            return
+        number = next(self._numbers)
+        stream = self._streams[number] = _Stream()
+        ended = False
+        try:
+            self._post(lambda: self._submit(Reply(spec, number)))
+            while not ended:
+                chunk = await stream.get()
+                ended = bool(chunk.finish)
+                yield chunk
+        finally:
+            del self._streams[number]
+            if not ended:
+                self._post(lambda: self._cancel(number))
+
+    async def abort(self, request: str | None = None) -> int:
+        return await self._call(lambda: self._abort(request))
+
+    async def pause(self, mode: str) -> None:
+        if mode not in ("abort", "retract", "in_place"):
+            raise EngineError(f"pause mode {mode!r} is none of abort, retract, in_place")
+        await self._call(lambda: self._pause(mode))
+
+    async def resume(self) -> None:
+        await self._call(lambda: setattr(self, "_paused", False))
+
+    async def load_snapshot(self, directory: str, version: PolicyVersion) -> None:
+        if self._released:
+            raise EngineError("the device memory is released: restore it first")
+        try:
+            config = await asyncio.to_thread(ModelConfig.load, directory)
+            tensors = await asyncio.to_thread(read_weights, directory)
+            await self._call(lambda: self._load(config, tensors, version))
+        except ConfigError as error:
+            raise EngineError(str(error)) from error
+
+    async def release(self) -> int:
+        return await self._call(self._release)
+
+    async def restore(self) -> None:
+        await self._call(self._restore)
+
+    def load(self) -> Load:
+        return Load(
+            running=len(self._batcher.running),
+            queued=len(self._batcher.waiting),
+            decode_iterations=self._iterations,
+            decode_tokens=self._decoded,
+            decode_s=self._decode_s,
+            decode_batch_sum=self._batch_sum,
+            prefill_tokens=self._prefilled,
+            prefill_s=self._prefill_s,
+        )
+
+    def _refusal(self, spec: GenerateSpec) -> str:
+        """Why a request cannot run here, "" if it can."""
+        config = self._config
+        if self._model is None or config is None:
+            return "no weights loaded"
+        if not spec.prompt:
+            return "the prompt is empty"
+        limit = self._batcher.context_limit
+        if len(spec.prompt) + len(spec.prefix) >= limit:
+            return f"prompt and prefix of {len(spec.prompt) + len(spec.prefix)} tokens leave no room in a context of {limit}"
+        tokens = [*spec.prompt, *spec.prefix]
+        if min(tokens) < 0 or max(tokens) >= config.vocab_size:
+            return f"token ids must be within 0..{config.vocab_size - 1}"
+        if len(self._streams) >= self._rollout.max_running * (1 + QUEUE_FACTOR):
+            return "the queue is full"
+        return ""
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._inbox.append(command)
+            self._wake.notify()
+
+    async def _call(self, command: Callable[[], T]) -> T:
+        """Run `command` on the engine thread between two iterations; its exception is the caller's."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+
+        def settle(result: T | None, error: BaseException | None) -> None:
+            if not future.done():
+                if error is not None:
+                    future.set_exception(error)
+                else:
+                    future.set_result(result)  # pyright: ignore[reportArgumentType] - T may be None
+
+        def run() -> None:
+            try:
+                result = command()
+            except (EngineError, ConfigError) as error:
+                loop.call_soon_threadsafe(settle, None, error)
+            else:
+                self._deliver_soon()  # what the command ended must arrive before its answer
+                loop.call_soon_threadsafe(settle, result, None)
+
+        self._post(run)
+        return await future
+
+    def _deliver(self, outbox: list[tuple[int, Tokens]]) -> None:
+        for number, chunk in outbox:
+            stream = self._streams.get(number)
+            if stream is not None:
+                stream.put(chunk)
+
+    # ---- the engine thread ----
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._rollout.threads)
+        try:
+            with torch.inference_mode():
+                while self._turn():
+                    pass
+            self._abort(None)
+            self._deliver_soon()
+        finally:
+            # The thread is the engine: whatever ends it ends the worker. Python prints the traceback.
+            error = sys.exception()
+            if error is not None:
+                self._tell(self._fail, f"{type(error).__name__}: {error}")
+
+    def _fail(self, why: str) -> None:
+        assert self._failure is not None
+        if not self._failure.done():
+            self._failure.set_result(why)
+
+    def _tell(self, callback: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+    def _turn(self) -> bool:
+        """Commands, then one iteration if there is work; False at the end."""
+        with self._wake:
+            while not self._inbox and not self._stopping and not self._ready:
+                self._wake.wait()
+            if self._stopping:
+                return False
+            commands, self._inbox = self._inbox, []
+        for command in commands:
+            command()
+        if self._ready:
+            began = time.perf_counter()
+            due = began + self._iterate()
+            self._hand_out_due()
+            self._deliver_soon()
+            self._pace(due)
+        else:
+            self._deliver_soon()
+        return True
+
+    @property
+    def _ready(self) -> bool:
+        return self._batcher.busy and not self._paused and self._model is not None
+
+    def _pace(self, due: float) -> None:
+        """Wait out the least time of an iteration. Commands are served meanwhile: a drain must not wait for it."""
+        while (left := due - time.perf_counter()) > 0:
+            with self._wake:
+                if not self._inbox and not self._stopping:
+                    self._wake.wait(left)
+                if self._stopping:
+                    return
+                commands, self._inbox = self._inbox, []
+            for command in commands:
+                command()
+            self._deliver_soon()
+
+    def _iterate(self) -> float:
+        """One prefill chunk and one decode; returns the least time they are to take, in seconds."""
+        least = 0.0
+        chunk = self._batcher.next_prefill()
+        if chunk:
+            began = time.perf_counter()
+            logits, complete = self._prefill(chunk)
+            if complete:
+                self._emit(complete, logits)
+            tokens = sum(count for _, count in chunk)
+            pace = tokens * self._rollout.pace_prefill_us_per_token / 1e6
+            least += pace
+            self._prefilled += tokens
+            self._prefill_s += max(pace, time.perf_counter() - began)
+        batch = self._batcher.next_decode()
+        if batch:
+            began = time.perf_counter()
+            self._emit(batch, self._decode(batch))
+            pace = self._rollout.pace_decode_ms / 1e3
+            least += pace
+            self._iterations += 1
+            self._decoded += len(batch)
+            self._batch_sum += len(batch)
+            self._decode_s += max(pace, time.perf_counter() - began)
+        return least
+
+    def _prefill(self, chunk: list[tuple[Reply, int]]) -> tuple[Tensor, list[Reply]]:
+        """Compute chunks of contexts; logits of those now complete [N,V], and which they are."""
+        longest = max(count for _, count in chunk)
+        shape = (len(chunk), longest)
+        tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        slots = np.full(shape, TRASH, dtype=np.int64)
+        tables = self._tables([reply for reply, _ in chunk], [reply.computed + count for reply, count in chunk])
+        complete: list[Reply] = []
+        rows: list[int] = []
+        for row, (reply, count) in enumerate(chunk):
+            start = reply.computed
+            tokens[row, :count] = reply.tokens[start : start + count]
+            places = np.arange(start, start + count)
+            positions[row, :count] = places
+            slots[row, :count] = tables[row, places // BLOCK] * BLOCK + places % BLOCK
+            if start + count == len(reply.tokens):
+                complete.append(reply)
+                rows.append(row * longest + count - 1)
+        logits = self._forward(tokens, positions, slots, tables, np.array(rows, dtype=np.int64))
+        for reply, count in chunk:
+            self._batcher.advance(reply, count)
+        return logits, complete
+
+    def _decode(self, batch: list[Reply]) -> Tensor:
+        """Compute the last token of each context; logits of the next one [N,V]."""
+        tokens = np.array([[reply.tokens[-1]] for reply in batch], dtype=np.int64)
+        places = np.array([reply.computed for reply in batch], dtype=np.int64)
+        tables = self._tables(batch, [reply.computed + 1 for reply in batch])
+        slots = tables[np.arange(len(batch)), places // BLOCK] * BLOCK + places % BLOCK
+        logits = self._forward(tokens, places[:, None], slots, tables, None)
+        for reply in batch:
+            self._batcher.advance(reply, 1)
+        return logits
+
+    @staticmethod
+    def _tables(replies: list[Reply], lengths: list[int]) -> np.ndarray[Any, Any]:
+        width = -(-max(lengths) // BLOCK)
+        tables = np.full((len(replies), width), TRASH, dtype=np.int64)
+        for row, (reply, length) in enumerate(zip(replies, lengths, strict=True)):
+            used = -(-length // BLOCK)
+            tables[row, :used] = reply.blocks[:used]
+        return tables
+
+    def _forward(self, tokens: Any, positions: Any, slots: Any, tables: Any, rows: Any) -> Tensor:
+        """The arithmetic, on arrays of the host."""
+        assert self._model is not None and self._cache is not None
+        device = self._device
+        places = tensor_of(positions).to(device)
+        attend = PagedAttention(
+            self._cache, tensor_of(slots).reshape(-1).to(device), tensor_of(tables).to(device), places
+        )
+        wanted = None if rows is None else tensor_of(rows).to(device)
+        logits = self._model(tensor_of(tokens).to(device), positions=places, attend=attend, rows=wanted)
+        return logits[:, 0] if rows is None else logits
+
+    def _emit(self, replies: list[Reply], logits: Tensor) -> None:
+        """Draw and record each reply's next token; end those that are finished."""
+        tokens, logprobs = sample(
+            logits,
+            [reply.spec.temperature for reply in replies],
+            [reply.spec.seed for reply in replies],
+            [reply.index for reply in replies],
+        )
+        now = time.perf_counter()
+        for reply, token, logprob in zip(replies, tokens, logprobs, strict=True):
+            reply.tokens.append(token)
+            if not reply.logprobs:
+                reply.sent_at = now
+            reply.logprobs.append(logprob)
+            if token in reply.stop_ids:
+                self._end(reply, "stop")
+            elif reply.index >= reply.spec.max_new_tokens or len(reply.tokens) >= self._batcher.context_limit:
+                self._end(reply, "length")
+
+    def _hand_out_due(self) -> None:
+        now = time.perf_counter()
+        for reply in self._batcher.running:
+            held = len(reply.logprobs)
+            if held >= FLUSH_TOKENS or (held and now - reply.sent_at >= FLUSH_S):
+                self._hand_out(reply)
+
+    def _hand_out(self, reply: Reply, finish: str = "", reason: str = "") -> None:
+        offset = reply.sent - reply.prompt_len
+        chunk = Tokens(
+            offset=offset,
+            tokens=reply.tokens[reply.sent :],
+            logprobs=reply.logprobs,
+            version=self._version,
+            finish=finish,
+            reason=reason,
+            cached_tokens=max(reply.cached, 0) if offset == len(reply.spec.prefix) else 0,
+        )
+        reply.sent = len(reply.tokens)
+        reply.logprobs = []
+        self._outbox.append((reply.stream, chunk))
+
+    def _deliver_soon(self) -> None:
+        if self._outbox:
+            outbox, self._outbox = self._outbox, []
+            self._tell(self._deliver, outbox)
+
+    # ---- commands, on the engine thread ----
+
+    def _submit(self, reply: Reply) -> None:
+        if self._model is None:  # released since it was accepted
+            self._hand_out(reply, "interrupted", "no weights loaded")
+            return
+        self._replies[reply.stream] = reply
+        self._batcher.waiting.append(reply)
+
+    def _end(self, reply: Reply, finish: str, reason: str = "") -> None:
+        del self._replies[reply.stream]
+        self._batcher.end(reply)
+        self._hand_out(reply, finish, reason)
+
+    def _cancel(self, number: int) -> None:
+        reply = self._replies.pop(number, None)
+        if reply is not None:
+            self._batcher.end(reply)
+
+    def _abort(self, request: str | None) -> int:
+        chosen = [reply for reply in self._replies.values() if request in (None, reply.spec.request)]
+        for reply in chosen:
+            self._end(reply, "interrupted", "aborted")
+        return len(chosen)
+
+    def _pause(self, mode: str) -> None:
+        if mode == "abort":
+            self._abort(None)
+        elif mode == "retract":
+            self._batcher.retract_all()
+        self._paused = True
+
+    def _load(self, config: ModelConfig, tensors: Mapping[str, Tensor], version: PolicyVersion) -> None:
+        for reply in self._batcher.running:
+            if reply.logprobs:
+                self._hand_out(reply)  # under the version that made them
+        for reply in self._batcher.waiting:
+            if reply.logprobs:
+                self._hand_out(reply)
+        model = self._model
+        if model is not None and config != self._config:
+            raise EngineError(f"version {version} has another configuration than version {self._version}")
+        if model is None:
+            dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, config.dtype, torch.bfloat16)
+            model = Decoder(config).to(device=self._device, dtype=dtype).requires_grad_(False).eval()
+            blocks = self._rollout.kv_cache_tokens // BLOCK + 1
+            cache = KvCache(config, blocks, dtype, self._device)
+            apply_weights(model, tensors)
+            batcher = self._new_batcher(blocks, config.max_position_embeddings)
+            model.position_limit = batcher.context_limit
+            self._model, self._config, self._cache, self._batcher = model, config, cache, batcher
+        else:
+            apply_weights(model, tensors)
+            self._batcher.new_weights()
+        self._version = version
+
+    def _new_batcher(self, blocks: int, context_limit: int = 0) -> Batcher:
+        rollout = self._rollout
+        return Batcher(
+            BlockPool(max(blocks, 2)),
+            max_running=rollout.max_running,
+            chunk_tokens=rollout.prefill_chunk_tokens,
+            context_limit=context_limit,
+        )
+
+    def _release(self) -> int:
+        if self._replies:
+            raise EngineError(f"{len(self._replies)} requests run: abort them before releasing the device memory")
+        before = self._occupied()
+        self._released = True
+        self._model = self._cache = None
+        self._batcher = self._new_batcher(1)
+        self._version = NO_WEIGHTS
+        gc.collect()
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # else the allocator keeps what is freed
+        return max(0, before - self._occupied())
+
+    def _restore(self) -> None:
+        self._released = False
+
+    def _occupied(self) -> int:
+        """Bytes in use as the driver, or on a CPU the operating system, sees them."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return psutil.Process().memory_info().rss
+
+
+def _finish_of(reply: list[int], most: int, stop_ids: frozenset[int]) -> str:
+    """How a reply with these tokens has ended, "" if it goes on."""
+    if reply and reply[-1] in stop_ids:
+        return "stop"
+    return "length" if len(reply) >= most else ""

@@ -1,0 +1,476 @@
+"""One rollout worker process: one engine, and its life on the bus.
+
+Owns the engine, the requests that run on it and their attempt log. Never decides what it serves: executors do, by
+commands, and `core.py` says which are obeyed. Driven by commands, requests, and the engine.
+
+Invariants: tokens of an attempt are published in order, and its last chunk before any fact that says it ended; facts are
+published in order, each until the broker has it; while the broker is away the worker keeps its role and goes on; a
+process that hears nothing from it for `orphan_ms`, though it asks, ends itself, because nobody can tell it to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import os
+import time
+from collections.abc import Awaitable
+from typing import Any, Final
+
+import msgspec
+import psutil
+
+from messages.agent import AttemptLogged, TokenChunk
+from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.ids import Incarnation, WorkerId
+from messages.monitor import DeadLetter
+from messages.orchestrator import WorkerReady
+from messages.rollout_worker import CancelRequest, Generate, UpdateWeights
+from messages.runtime_tracker import WorkerHeartbeat
+from messages.subjects import message_id, node_of, subject_of
+from services.connect import connect
+from services.jobfile import JobFile
+from services.rollout_worker.attempt_log import AttemptLog
+from services.rollout_worker.config import LIVENESS_MS, Config
+from services.rollout_worker.core import (
+    COMMANDS,
+    Failed,
+    InterruptAll,
+    Interrupted,
+    Load,
+    Loaded,
+    MemoryReleased,
+    MemoryRestored,
+    ReleaseMemory,
+    RestoreMemory,
+    RoleTaken,
+    RolloutWorkerCore,
+    TakeRole,
+    WorkerEffect,
+)
+from services.rollout_worker.engines import make_engine
+from services.rollout_worker.engines.base import Engine, EngineError, GenerateSpec
+from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, Subscription
+from services.runtime.clock import now_ms
+from services.runtime.core import Input, Note, Send
+from services.runtime.log import get_logger
+from services.snapshot import SnapshotError, fetch
+
+FACT_RETRY_S: Final = 0.5
+DEAD_BYTES: Final = 1024
+INTERRUPT_ROUND_S: Final = 0.05
+"""A request that was let in as the drain began reaches the engine after the abort; so the abort is repeated."""
+
+log = get_logger("rollout_worker")
+
+
+class OrphanedError(Exception):
+    """The bus has been silent for too long."""
+
+
+class EngineFailedError(Exception):
+    """The engine ended by itself; its traceback was logged."""
+
+
+class _Attempt:
+    """A request that runs here."""
+
+    def __init__(self, request: Generate) -> None:
+        self.request = request
+        self.offset = len(request.prefix)  # of the next token
+        self.heard_of = time.monotonic()  # when its edge last got a chunk
+        self.task: asyncio.Task[None] | None = None
+
+
+class RolloutWorker:
+    """One incarnation. `run` until told to stop. Raises OrphanedError, EngineFailedError."""
+
+    def __init__(
+        self, config: Config, bus: Bus, engine: Engine, worker: WorkerId, incarnation: Incarnation, *, began: float
+    ) -> None:
+        """`began`: monotonic seconds at which initialisation began."""
+        self.core = RolloutWorkerCore(worker, incarnation)
+        self.state = self.core.initial()
+        self.refused = 0
+        self.lost_chunks = 0
+        self._config = config
+        self._bus = bus
+        self._engine = engine
+        self._worker = worker
+        self._incarnation = incarnation
+        self._began = began
+        self._attempts: dict[tuple[str, int], _Attempt] = {}
+        self._log = AttemptLog(config.attempts_dir, worker, incarnation)
+        self._facts: asyncio.Queue[tuple[Message, str]] = asyncio.Queue()
+        self._heard = time.monotonic()
+        self._ready: WorkerReady | None = None
+        self._probe: asyncio.Task[None] | None = None
+        self._process = psutil.Process()
+        self._tasks: asyncio.TaskGroup | None = None
+        self._operations: set[asyncio.Task[None]] = set()
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Start the engine, say so, obey until `stop`; then interrupt what runs."""
+        prefix = f"pearl.{self._config.job}"
+        commands = await self._bus.subscribe(f"{prefix}.cmd.worker.{self._worker}")
+        requests = await self._bus.subscribe(f"{prefix}.gen.{self._worker}")
+        self._bus.on_reconnect(self._reconnected)
+        await self._engine.start()
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._tasks = group
+                self._say_ready()
+                loops = [
+                    group.create_task(self._read_commands(commands)),
+                    group.create_task(self._read_requests(requests)),
+                    group.create_task(self._publish_facts()),
+                    group.create_task(self._beat()),
+                    group.create_task(self._keep_alive()),
+                    group.create_task(self._watch_engine()),
+                ]
+                await stop.wait()
+                self.state = msgspec.structs.replace(self.state, serving=False)
+                await self._interrupt_all()
+                for task in (*loops, *self._operations):
+                    task.cancel()
+                if self._probe is not None:
+                    self._probe.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
+        finally:
+            await commands.stop()
+            await requests.stop()
+            await self._engine.stop()
+            self._log.close()
+
+    # ---- loops ----
+
+    async def _read_commands(self, subscription: Subscription) -> None:
+        async for delivery in subscription:
+            self._heard = time.monotonic()
+            try:
+                command = decode(delivery.data, *COMMANDS)
+            except UndecodableMessage as error:
+                await self._dead_letter(delivery, error.reason)
+                continue
+            self._step(command)
+
+    async def _read_requests(self, subscription: Subscription) -> None:
+        async for delivery in subscription:
+            self._heard = time.monotonic()
+            try:
+                request: Generate | CancelRequest = decode(delivery.data, Generate, CancelRequest)
+            except UndecodableMessage as error:
+                await self._dead_letter(delivery, error.reason)
+                continue
+            if isinstance(request, CancelRequest):
+                attempt = self._attempts.get((request.request, request.attempt))
+                if attempt is not None and attempt.task is not None:
+                    attempt.task.cancel()
+            elif not request.reply.startswith(f"pearl.{self._config.job}.tok."):
+                await self._dead_letter(delivery, f"reply subject {request.reply!r} is not an edge's")
+            else:
+                await self._let_in(request)
+
+    async def _publish_facts(self) -> None:
+        while True:
+            fact, msg_id = await self._facts.get()
+            subject, data = subject_of(self._config.job, fact), encode(fact)
+            while True:
+                try:
+                    await self._bus.publish_durable(subject, data, msg_id=msg_id)
+                    self._heard = time.monotonic()
+                    break
+                except BusUnavailable as error:
+                    log.warning(f"{msg_id} waits: {error}", action="fact.waits")
+                    await asyncio.sleep(FACT_RETRY_S)
+
+    async def _beat(self) -> None:
+        """Heartbeats; and asking the bus for a sign of life when it has been silent for half of `orphan_ms`."""
+        while True:
+            load = self._engine.load()
+            beat = WorkerHeartbeat(
+                worker=self._worker,
+                incarnation=self._incarnation,
+                running=load.running,
+                queued=load.queued,
+                version=self.state.version,
+                serving=self.state.serving,
+                decode_iterations=load.decode_iterations,
+                decode_tokens=load.decode_tokens,
+                decode_s=load.decode_s,
+                decode_batch_sum=load.decode_batch_sum,
+                prefill_tokens=load.prefill_tokens,
+                prefill_s=load.prefill_s,
+                refused=self.refused,
+                rss_bytes=self._process.memory_info().rss,
+            )
+            await self._publish(subject_of(self._config.job, beat), beat)
+            silent_ms = (time.monotonic() - self._heard) * 1000
+            if silent_ms > self._config.orphan_ms:
+                raise OrphanedError(f"no sign of the bus for {silent_ms:.0f} ms (timeouts.orphan_ms)")
+            if silent_ms > self._config.orphan_ms / 2 and (self._probe is None or self._probe.done()):
+                assert self._tasks is not None
+                self._probe = self._tasks.create_task(self._ask_for_life())
+            await asyncio.sleep(self._config.heartbeat_ms / 1000)
+
+    async def _keep_alive(self) -> None:
+        """Attempts that wait say that they do."""
+        while True:
+            await asyncio.sleep(LIVENESS_MS / 1000)
+            now = time.monotonic()
+            for attempt in tuple(self._attempts.values()):
+                if now - attempt.heard_of >= LIVENESS_MS / 1000:
+                    await self._chunk(attempt, [], [])
+
+    async def _watch_engine(self) -> None:
+        raise EngineFailedError(await self._engine.failed())
+
+    # ---- the core's effects ----
+
+    def _step(self, event: object) -> None:
+        self.state, effects = self.core.step(self.state, Input(now_ms(), event))
+        for effect in effects:
+            self._execute(effect)
+
+    def _execute(self, effect: WorkerEffect) -> None:
+        match effect:
+            case Send(message, msg_id):
+                assert msg_id is not None
+                self._facts.put_nowait((message, msg_id))
+            case Note(action, text, level):
+                log.log(level, text, action=action, worker=self._worker)
+            case Load(command):
+                self._operate("load", self._load(command))
+            case InterruptAll():
+                self._operate("drain", self._interrupt())
+            case TakeRole(role, generation):
+                self._operate("role", self._take_role(RoleTaken(role, generation)))
+            case ReleaseMemory(generation):
+                self._operate("release", self._release(generation))
+            case RestoreMemory(generation):
+                self._operate("restore", self._restore(generation))
+
+    def _operate(self, name: str, work: Awaitable[object]) -> None:
+        """Run an operation beside the loops; its outcome is the core's next event."""
+
+        async def run() -> None:
+            try:
+                outcome = await work
+            except (EngineError, SnapshotError) as error:
+                outcome = Failed(name, str(error))
+            self._step(outcome)
+
+        assert self._tasks is not None
+        task = self._tasks.create_task(run(), name=name)
+        self._operations.add(task)
+        task.add_done_callback(self._operations.discard)
+
+    async def _load(self, command: UpdateWeights) -> Loaded:
+        began = time.monotonic()
+        directory = await asyncio.to_thread(fetch, command.uri, self._config.cache_dir, command.manifest_sha256)
+        await self._engine.pause(self._config.update_pause)
+        try:
+            await self._engine.load_snapshot(str(directory), command.version)
+        finally:
+            await self._engine.resume()
+        return Loaded(command.version, _ms_since(began))
+
+    async def _interrupt(self) -> Interrupted:
+        return Interrupted(await self._interrupt_all())
+
+    async def _take_role(self, taken: RoleTaken) -> RoleTaken:
+        await self._engine.set_role(taken.role)
+        return taken
+
+    async def _release(self, generation: Any) -> MemoryReleased:
+        began = time.monotonic()
+        await self._interrupt_all()
+        freed = await self._engine.release()
+        return MemoryReleased(generation, freed, _ms_since(began))
+
+    async def _restore(self, generation: Any) -> MemoryRestored:
+        began = time.monotonic()
+        await self._engine.restore()
+        return MemoryRestored(generation, _ms_since(began))
+
+    async def _interrupt_all(self) -> int:
+        """End every attempt, its last chunk published; returns how many the engine ended."""
+        count = 0
+        while self._attempts:
+            count += await self._engine.abort()
+            tasks = [attempt.task for attempt in self._attempts.values() if attempt.task is not None]
+            if tasks:
+                await asyncio.wait(tasks, timeout=INTERRUPT_ROUND_S)
+        return count
+
+    # ---- attempts ----
+
+    async def _let_in(self, request: Generate) -> None:
+        if request.worker != self._worker or request.incarnation != self._incarnation:
+            return  # its edge has seen, or will see, that that process is gone
+        key = (request.request, request.attempt)
+        if key in self._attempts:
+            return
+        attempt = _Attempt(request)
+        refusal = self.core.refusal(self.state, request)
+        if refusal:
+            self.refused += 1
+            await self._chunk(attempt, [], [], finish="refused", reason=refusal)
+            return
+        assert self._tasks is not None
+        self._attempts[key] = attempt
+        attempt.task = self._tasks.create_task(self._run_attempt(attempt), name=f"attempt-{request.request}")
+        # Not in the task itself: one that is cancelled before it begins never runs.
+        attempt.task.add_done_callback(lambda _: self._attempts.pop(key))
+
+    async def _run_attempt(self, attempt: _Attempt) -> None:
+        request = attempt.request
+        spec = GenerateSpec(
+            request=request.request,
+            attempt=request.attempt,
+            prompt=request.prompt,
+            prefix=request.prefix,
+            max_new_tokens=request.max_new_tokens,
+            temperature=request.temperature,
+            seed=request.seed,
+            stop_ids=request.stop_ids,
+        )
+        start, finish = attempt.offset, "cancelled"
+        begun = False
+        stream = self._engine.generate(spec)
+        try:
+            async for chunk in stream:
+                if chunk.finish == "refused":
+                    self.refused += 1
+                elif not begun:
+                    begun = True
+                    self._log_attempt(attempt, start, "")
+                assert chunk.offset == attempt.offset, "the engine left out tokens"
+                attempt.offset += len(chunk.tokens)
+                if chunk.finish:
+                    finish = chunk.finish
+                await self._chunk(
+                    attempt,
+                    chunk.tokens,
+                    chunk.logprobs,
+                    version=chunk.version,
+                    finish=chunk.finish,
+                    reason=chunk.reason,
+                    cached=chunk.cached_tokens,
+                )
+        finally:
+            await _close(stream)
+            if begun:
+                self._log_attempt(attempt, start, finish)
+
+    async def _chunk(
+        self,
+        attempt: _Attempt,
+        tokens: list[int],
+        logprobs: list[float],
+        *,
+        version: Any = None,
+        finish: str = "",
+        reason: str = "",
+        cached: int = 0,
+    ) -> None:
+        chunk = TokenChunk(
+            request=attempt.request.request,
+            attempt=attempt.request.attempt,
+            worker=self._worker,
+            incarnation=self._incarnation,
+            offset=attempt.offset - len(tokens),
+            tokens=tokens,
+            logprobs=logprobs,
+            version=self.state.version if version is None else version,
+            finish=finish,
+            reason=reason,
+            cached_tokens=cached,
+        )
+        attempt.heard_of = time.monotonic()
+        if not await self._publish(attempt.request.reply, chunk):
+            self.lost_chunks += 1  # its edge sees the gap
+
+    def _log_attempt(self, attempt: _Attempt, start: int, finish: str) -> None:
+        entry = AttemptLogged(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            request=attempt.request.request,
+            attempt=attempt.request.attempt,
+            start_offset=start,
+            generated=attempt.offset - start,
+            version=self.state.version,
+            finish=finish,
+            at_ms=now_ms(),
+        )
+        self._log.write(entry)
+
+    # ---- the bus ----
+
+    async def _publish(self, subject: str, message: Message) -> bool:
+        try:
+            await self._bus.publish(subject, encode(message))
+        except BusError:
+            return False
+        return True
+
+    def _say_ready(self) -> None:
+        self._ready = WorkerReady(
+            worker=self._worker,
+            incarnation=self._incarnation,
+            endpoint=self._engine.endpoint,
+            pid=os.getpid(),
+            init_ms=_ms_since(self._began),
+        )
+        self._facts.put_nowait((self._ready, str(message_id(self._ready))))
+
+    async def _ask_for_life(self) -> None:
+        """Say once more that the worker is ready: harmless, and the broker answers."""
+        assert self._ready is not None
+        try:
+            await self._bus.publish_durable(
+                subject_of(self._config.job, self._ready), encode(self._ready), msg_id=str(message_id(self._ready))
+            )
+            self._heard = time.monotonic()
+        except BusError as error:
+            log.warning(f"no sign of the bus: {error}", action="bus.silent")
+
+    async def _reconnected(self) -> None:
+        self._heard = time.monotonic()
+
+    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
+        log.warning(reason, action="dead_letter", subject=delivery.subject)
+        letter = DeadLetter(
+            subject=delivery.subject,
+            receiver="rollout_worker",
+            reason=reason,
+            size=len(delivery.data),
+            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
+        )
+        # Through the queue of facts: reading must not wait for the broker.
+        self._facts.put_nowait((letter, f"{self._worker}:{self._incarnation}:{time.time_ns()}"))
+
+
+async def _close(stream: Any) -> None:
+    """Engines' streams are asynchronous generators: closing one cancels its request."""
+    close = getattr(stream, "aclose", None)
+    if close is not None:
+        await close()
+
+
+def _ms_since(began: float) -> int:
+    return round((time.monotonic() - began) * 1000)
+
+
+async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int) -> None:
+    """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
+    began = time.monotonic()
+    config = Config.of(job, node_of(worker))
+    engine = make_engine(config.rollout, config.device)
+    bus = await connect(job, "rollout_worker")
+    try:
+        process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)
+        await process.run(stop)
+    finally:
+        await bus.close()

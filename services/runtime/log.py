@@ -1,0 +1,64 @@
+"""Log lines: one JSON object a line on stderr, with text for people and `action` for machines."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import msgspec
+
+from services.runtime.clock import Clock, now_ms
+
+LEVELS: Final = ("debug", "info", "warning", "error")
+
+
+class Logger:
+    """Writes lines of at least `least` level. Fields are anything msgspec can encode; what it cannot becomes its repr."""
+
+    def __init__(
+        self, actor: str, *, least: str = "info", clock: Clock = now_ms, fields: dict[str, object] | None = None
+    ) -> None:
+        assert least in LEVELS, f"log level {least!r} is not one of {LEVELS}"
+        self._actor = actor
+        self._least = LEVELS.index(least)
+        self._clock = clock
+        self._fields = fields or {}
+        self._encoder = msgspec.json.Encoder(enc_hook=repr)
+
+    def bind(self, **fields: object) -> Logger:
+        """A logger that adds `fields` to each line."""
+        return Logger(self._actor, least=LEVELS[self._least], clock=self._clock, fields={**self._fields, **fields})
+
+    def debug(self, text: str, *, action: str = "", **fields: object) -> None:
+        self.log("debug", text, action=action, **fields)
+
+    def info(self, text: str, *, action: str = "", **fields: object) -> None:
+        self.log("info", text, action=action, **fields)
+
+    def warning(self, text: str, *, action: str = "", **fields: object) -> None:
+        self.log("warning", text, action=action, **fields)
+
+    def error(self, text: str, *, action: str = "", **fields: object) -> None:
+        self.log("error", text, action=action, **fields)
+
+    def log(self, level: str, text: str, *, action: str = "", **fields: object) -> None:
+        """Write one line. An unknown level counts as "info"."""
+        rank = LEVELS.index(level) if level in LEVELS else 1
+        if rank < self._least:
+            return
+        line = {
+            "at_ms": self._clock(),
+            "level": LEVELS[rank],
+            "actor": self._actor,
+            "action": action,
+            "text": text,
+            **self._fields,
+            **fields,
+        }
+        sys.stderr.write(self._encoder.encode(line).decode() + "\n")
+        sys.stderr.flush()
+
+
+def get_logger(actor: str, *, least: str = "info") -> Logger:
+    """The logger of an actor."""
+    return Logger(actor, least=least)

@@ -1,0 +1,25 @@
+"""Settings of the runtime tracker."""
+
+from __future__ import annotations
+
+import msgspec
+
+from messages.decision_engine import WorkloadProfile
+from services.jobfile import JobFile
+from services.profile import cold_start
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds and rates of the fit."""
+
+    cold_start: WorkloadProfile  # until measured, and for what is never measured (bandwidth, KV bytes per token)
+    new_share: float = 0.4  # weight of the newest train step in the moving averages: half-life of about 1.4 steps
+    sample_ms: int = 1000  # least time between two samples of one worker: makes each cheap, and precise
+    skip_samples: int = 1  # after an incarnation's first heartbeat, or a change of serving: warm-up
+    most_workers: int = 5000  # the stated limit of a job (DESIGN 3)
+    most_operations: int = 32  # kinds of operations whose cost is learned
+
+    @staticmethod
+    def of(job: JobFile) -> Config:
+        """From the job file; reads the profile file it may name. Raises ConfigError."""
+        return Config(cold_start=cold_start(job))

@@ -1,0 +1,178 @@
+"""Starts, watches, restarts and stops the processes of a roster, the embedded NATS server among them.
+
+Owns: operating-system processes of control services on this machine. Never takes part in any decision: a service
+that dies is started again after a back-off, and rebuilds itself from JetStream. The supervisor is the one process whose
+death PEARL does not survive by itself: under systemd or Kubernetes, that is their part (see deploy/).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import psutil
+
+from services.jobfile import JobFile
+from services.nats_server.process import EmbeddedServer
+from services.runtime.log import get_logger
+from services.supervisor.roster import ServiceProcess, roster
+
+BACKOFF_S = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Pause before the n-th restart in a row; the last one repeats. A process that lived for HEALTHY_S starts over."""
+HEALTHY_S = 10.0
+STOP_GRACE_S = 8.0
+"""Between SIGTERM and SIGKILL at the end: node agents need it to end their workers."""
+
+
+class Started(msgspec.Struct, frozen=True):
+    """One process as it runs now."""
+
+    name: str
+    pid: int
+
+
+class Supervisor:
+    """One job's processes on this machine."""
+
+    def __init__(self, job: JobFile, job_path: Path, *, on_event: Callable[[str], None] | None = None) -> None:
+        self.job = job
+        self.job_path = job_path
+        self.log = get_logger("supervisor")
+        self.server: EmbeddedServer | None = EmbeddedServer(job) if job.nats.embedded else None
+        self._children: dict[str, asyncio.subprocess.Process] = {}
+        self._stopping = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._on_event = on_event or (lambda text: None)
+        self.restarts: dict[str, int] = {}
+
+    async def start(self, only: Sequence[str] | None = None) -> None:
+        """Start NATS (if embedded), create streams and buckets, then every process of the roster."""
+        (self.job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        if self.server is not None:
+            await self.server.start()
+            await self.server.prepare()
+            self._tasks.append(asyncio.create_task(self._watch_server(), name="nats-server"))
+        for process in roster(self.job):
+            if only is None or process.service in only:
+                self._tasks.append(asyncio.create_task(self._keep(process), name=process.name))
+
+    def processes(self) -> tuple[Started, ...]:
+        """Processes that run now: services, the NATS server, and what node agents launched (from their pid files)."""
+        services = [Started(name, child.pid) for name, child in self._children.items() if child.returncode is None]
+        if self.server is not None and self.server.pid:
+            services.append(Started("nats-server", self.server.pid))
+        return tuple(sorted((*services, *_launched(self.job.run_dir)), key=lambda each: each.name))
+
+    async def stop(self) -> None:
+        """End everything: services (node agents end their workers), then what is left, then NATS."""
+        self._stopping.set()
+        for child in self._children.values():
+            _signal(child, signal.SIGTERM)
+        if self._children:
+            await asyncio.wait(
+                [asyncio.create_task(child.wait()) for child in self._children.values()], timeout=STOP_GRACE_S
+            )
+        for child in self._children.values():
+            _signal(child, signal.SIGKILL)
+        for started in _launched(self.job.run_dir):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(started.pid, signal.SIGKILL)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self.server is not None:
+            await self.server.stop()
+
+    async def _keep(self, process: ServiceProcess) -> None:
+        """Run one process again and again until the end."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while not self._stopping.is_set():
+            begun = loop.time()
+            child = await self._spawn(process)
+            self._children[process.name] = child
+            status = await child.wait()
+            if self._stopping.is_set():
+                return
+            if status == 0 and not process.essential:
+                self.log.info(f"{process.name} is done", action="service_done")
+                return
+            if status == 2:
+                self.log.error(
+                    f"{process.name} refuses its configuration; see {self.log_file(process)}", action="refused"
+                )
+            failures = 0 if loop.time() - begun > HEALTHY_S else failures + 1
+            pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
+            self.restarts[process.name] = self.restarts.get(process.name, 0) + 1
+            self._on_event(f"{process.name} ended ({_status(status)}); restarting")
+            self.log.warning(
+                f"{process.name} ended ({_status(status)}), restarting in {pause} s", action="service_restart"
+            )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause)
+
+    async def _spawn(self, process: ServiceProcess) -> asyncio.subprocess.Process:
+        with self.log_file(process).open("ab") as log:
+            return await asyncio.create_subprocess_exec(
+                sys.executable,
+                "-m",
+                "services.cli",
+                "service",
+                process.service,
+                "-c",
+                str(self.job_path),
+                *process.arguments,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    async def _watch_server(self) -> None:
+        """Restart the embedded NATS server, on the same port and store, when it dies."""
+        assert self.server is not None
+        while not self._stopping.is_set():
+            await self.server.wait_ended()
+            if self._stopping.is_set():
+                return
+            self._on_event("nats-server ended; restarting")
+            self.log.warning("the NATS server ended; restarting it on the same store", action="nats_restart")
+            self.restarts["nats-server"] = self.restarts.get("nats-server", 0) + 1
+            await self.server.start()
+
+    def log_file(self, process: ServiceProcess) -> Path:
+        """Where a process's output goes."""
+        return self.job.run_dir / "logs" / f"{process.name}.log"
+
+
+class _PidFile(msgspec.Struct):
+    pid: int
+    start_time: float = 0.0
+
+
+def _launched(run_dir: Path) -> list[Started]:
+    """Workers and trainers that node agents launched and that still run."""
+    found: list[Started] = []
+    for path in sorted((run_dir / "pids").glob("*.json")):
+        with contextlib.suppress(OSError, msgspec.MsgspecError, psutil.Error):
+            record = msgspec.json.decode(path.read_bytes(), type=_PidFile)
+            same = abs(psutil.Process(record.pid).create_time() - record.start_time) < 1.0
+            if same and psutil.Process(record.pid).status() != psutil.STATUS_ZOMBIE:
+                found.append(Started(path.stem, record.pid))
+    return found
+
+
+def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:
+    if child.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child.pid, number)
+
+
+def _status(status: int) -> str:
+    return signal.Signals(-status).name if status < 0 else f"exit {status}"

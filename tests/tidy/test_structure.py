@@ -1,0 +1,149 @@
+"""The structure that docs promise, as tests: who imports whom, what pure files may touch, what must be documented."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("services", "messages", "pearl_state")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+CORES = sorted(path for path in FILES if path.name == "core.py" or path.name.startswith("core_"))
+PURE = sorted(
+    {
+        *(path for path in CORES if path.parent.name not in ("runtime",)),
+        *(ROOT / "pearl_state" / name for name in ("model.py", "plan.py", "invariants.py")),
+        ROOT / "services/decision_engine/makespan.py",
+        ROOT / "services/pipeline_scheduler/batches.py",
+        ROOT / "services/preemption_feed/schedule.py",
+        *(path for path in (ROOT / "messages").glob("*.py")),
+    }
+)
+IMPURE_MODULES = {"asyncio", "nats", "torch", "time", "random", "logging", "os", "subprocess", "socket", "threading"}
+LIBRARIES = {"runtime", "models", "environments"}
+"""Folders of services/ that any service may import: they are libraries, not actors."""
+SHARED_FILES = {"jobfile", "connect", "durable", "snapshot", "profile"}
+READERS = {"cli", "monitor", "supervisor", "simulator", "checker"}
+"""May import other services: they put the system together, or show it."""
+
+
+def imports(path: Path) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found.add(node.module)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return found
+
+
+def relative(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_imports_go_services_then_pearl_state_then_messages(path: Path) -> None:
+    package = path.relative_to(ROOT).parts[0]
+    forbidden = {"messages": ("services", "pearl_state"), "pearl_state": ("services",), "services": ()}[package]
+    assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if "services" in path.parts], ids=relative)
+def test_a_service_imports_no_other_service(path: Path) -> None:
+    parts = path.relative_to(ROOT / "services").parts
+    if len(parts) == 1 or parts[0] in READERS:
+        return
+    allowed = {parts[0], *LIBRARIES, *SHARED_FILES}
+    others = {name.split(".")[1] for name in imports(path) if name.startswith("services.")}
+    assert others <= allowed, f"imports {sorted(others - allowed)}"
+
+
+@pytest.mark.parametrize("path", PURE, ids=relative)
+def test_pure_files_touch_nothing_impure(path: Path) -> None:
+    assert not {name.split(".")[0] for name in imports(path)} & IMPURE_MODULES
+
+
+def test_cores_import_without_torch_nats_or_asyncio() -> None:
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in PURE if path.name != "__init__.py"]
+    code = (
+        f"import sys, importlib\nfor name in {modules!r}: importlib.import_module(name)\n"
+        "bad = {'torch', 'nats', 'asyncio'} & set(sys.modules)\nassert not bad, bad"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_only_the_runtime_imports_nats() -> None:
+    users = [relative(path) for path in FILES if "nats" in {name.split(".")[0] for name in imports(path)}]
+    assert users == ["services/runtime/bus_nats.py"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_no_bare_except_and_no_print_in_services(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    in_runtime = "runtime" in path.parts
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler):
+            caught = ast.unparse(node.type) if node.type else "everything"
+            assert in_runtime or caught not in ("everything", "Exception", "BaseException"), (
+                f"line {node.lineno} catches {caught}"
+            )
+
+
+@pytest.mark.parametrize("path", FILES, ids=relative)
+def test_every_module_and_public_class_has_a_docstring(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    if not tree.body:
+        return
+    assert ast.get_docstring(tree), "no module docstring"
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
+            documented = ast.get_docstring(node) or "Section" in node.name or node.name in ("JobFile", "main")
+            assert documented, f"{node.name} has no docstring"
+
+
+def tracked() -> list[Path]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return [ROOT / name for name in listed.stdout.splitlines() if (ROOT / name).is_file()]
+
+
+def test_the_repository_names_no_machine() -> None:
+    pattern = re.compile(r"/wor[k]/[a-z.]|/far[m]/|/opt/wheel[s]|file:/[/]")
+    found = []
+    for path in tracked():
+        if path.suffix in (".png", ".svg", ".gif", ".lock", ".safetensors"):
+            continue
+        text = path.read_text(encoding="utf-8", errors="replace")
+        found += [f"{relative(path)}: {match.group()}" for match in pattern.finditer(text)]
+    assert not found
+
+
+def test_generated_docs_are_current() -> None:
+    done = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_every_file_is_reached() -> None:
+    """No dead files: each module is imported somewhere, or is an entry that the command loads by name."""
+    imported: set[str] = set()
+    for path in [
+        *FILES,
+        *(ROOT / "tests").rglob("*.py"),
+        *(ROOT / "docs").rglob("*.py"),
+        *(ROOT / "examples").rglob("*.py"),
+    ]:
+        imported |= imports(path)
+    entries = re.compile(r"services/\w+/(service|__main__|__init__)\.py|services/cli/\w+\.py|services/trainer/rank_main\.py|\w+/__init__\.py")
+    dead = []
+    for path in FILES:
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+        if name not in imported and not entries.fullmatch(relative(path)) and path.name != "__init__.py":
+            dead.append(name)
+    assert not [name for name in dead if not name.startswith("services.environments.")]

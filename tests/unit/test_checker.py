@@ -1,0 +1,376 @@
+"""The checker: a sound run passes, and each way of breaking one is found. A checker that cannot fail is a defect."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from messages.agent import AttemptLogged, RequestInterrupted, TurnFinished, VersionSpan
+from messages.envelope import encode
+from messages.pipeline_scheduler import BatchItem, BatchReady, StepFinished, TrajectoryCompleted
+from messages.subjects import message_id, subject_of
+from services.checker import collect
+from services.checker.core import Expected, Journalled, Report, check
+from services.jobfile import JobFile, JobSection, PipelineSection
+from services.runtime.bus import StreamSpec
+from services.runtime.bus_memory import MemoryBroker
+
+GROUPS, SIZE, BATCHES, TURNS = 2, 2, 2, 2
+EXPECTED = Expected(batch_trajectories=GROUPS * SIZE, group_size=SIZE, staleness=1)
+
+
+class Run:
+    """The records of a sound run: two batches of two groups of two; every first turn was interrupted once at 2 tokens."""
+
+    def __init__(self) -> None:
+        self.journal: list[Journalled] = []
+        self.attempts: list[AttemptLogged] = []
+        self.ends: list[TrajectoryCompleted] = []
+        self.batches: list[BatchReady] = []
+        self.steps: list[StepFinished] = []
+        for batch in range(BATCHES):
+            for group in range(GROUPS):
+                for member in range(SIZE):
+                    self._trajectory(batch, f"b{batch}-g{group}", f"b{batch}-g{group}-m{member}")
+            items = tuple(
+                BatchItem(end.trajectory, end.group, end.reward, end.status, end.journal)
+                for end in self.ends
+                if end.batch == batch
+            )
+            self.batches.append(BatchReady(batch=batch, items=items))
+            self.steps.append(
+                StepFinished(
+                    batch=batch,
+                    version=batch + 1,
+                    train_s=1.0,
+                    trained_tokens=1,
+                    reward_mean=1.0,
+                    reward_std=0.0,
+                    loss=0.0,
+                    grad_norm=0.0,
+                    zero_variance_groups=0,
+                )
+            )
+
+    def _trajectory(self, batch: int, group: str, trajectory: str) -> None:
+        seqs = []
+        for turn in range(TURNS):
+            request = f"{trajectory}/{turn}/0-e-1"
+            if turn == 0:
+                self._log(request, 1, 0, 3, "interrupted")  # three made, two arrived
+                self._write(
+                    RequestInterrupted(
+                        trajectory=trajectory, request=request, attempt=1, retry=0, worker="a-w0", prefix_len=0, received=2,
+                        cause="worker_gone",
+                    )
+                )  # fmt: skip
+                self._log(request, 2, 2, 3, "stop")
+            else:
+                self._log(request, 1, 0, 5, "stop")
+            seqs.append(
+                self._write(
+                    TurnFinished(
+                        trajectory=trajectory,
+                        group=group,
+                        batch=batch,
+                        retry=0,
+                        turn=turn,
+                        request=request,
+                        attempts=2 - turn,
+                        prompt_new=[1],
+                        reply=[5, 6, 7, 8, 9],
+                        logprobs=[0.0] * 5,
+                        spans=(VersionSpan(max(0, batch - 1), 0, 2), VersionSpan(batch, 2, 5)),
+                        finish="stop",
+                        action="x",
+                        env_s=0.0,
+                        wall_s=0.0,
+                        worker="a-w0",
+                    )
+                )
+            )
+        self.ends.append(
+            TrajectoryCompleted(
+                trajectory=trajectory, group=group, batch=batch, retry=0, status="completed", reward=1.0, turns=TURNS,
+                generated_tokens=5 * TURNS, min_version=max(0, batch - 1), max_version=batch, journal=tuple(seqs),
+                env_s=0.0, wall_s=0.0,
+            )
+        )  # fmt: skip
+
+    def _write(self, record: TurnFinished | RequestInterrupted) -> int:
+        self.journal.append(Journalled(len(self.journal) + 1, record))
+        return len(self.journal)
+
+    def _log(self, request: str, attempt: int, start: int, generated: int, finish: str) -> None:
+        entry = AttemptLogged(
+            worker="a-w0", incarnation=1, request=request, attempt=attempt, start_offset=start, generated=0, version=0,
+            finish="", at_ms=0,
+        )  # fmt: skip
+        self.attempts += [entry, replace(entry, generated=generated, finish=finish)]
+
+    def check(self, expected: Expected = EXPECTED) -> Report:
+        return check(
+            expected,
+            journal=self.journal,
+            attempts=self.attempts,
+            ends=self.ends,
+            batches=self.batches,
+            steps=self.steps,
+        )
+
+    # what a test plants
+
+    def turn(self, index: int, **changes: object) -> None:
+        turns = [at for at, entry in enumerate(self.journal) if isinstance(entry.record, TurnFinished)]
+        at = turns[index]
+        self.journal[at] = Journalled(self.journal[at].seq, replace(self.journal[at].record, **changes))
+
+    def cut(self, index: int, **changes: object) -> None:
+        cuts = [at for at, entry in enumerate(self.journal) if isinstance(entry.record, RequestInterrupted)]
+        at = cuts[index]
+        self.journal[at] = Journalled(self.journal[at].seq, replace(self.journal[at].record, **changes))
+
+    def end(self, index: int, **changes: object) -> None:
+        self.ends[index] = replace(self.ends[index], **changes)
+
+    def log(self, index: int, **changes: object) -> None:
+        self.attempts[index] = replace(self.attempts[index], **changes)
+
+    def item(self, batch: int, index: int, **changes: object) -> None:
+        items = list(self.batches[batch].items)
+        items[index] = replace(items[index], **changes)
+        self.batches[batch] = replace(self.batches[batch], items=tuple(items))
+
+    def again(self, record: TurnFinished | RequestInterrupted) -> None:
+        self._write(record)
+
+
+def first_turn(run: Run) -> TurnFinished:
+    return next(entry.record for entry in run.journal if isinstance(entry.record, TurnFinished))
+
+
+def first_cut(run: Run) -> RequestInterrupted:
+    return next(entry.record for entry in run.journal if isinstance(entry.record, RequestInterrupted))
+
+
+def test_a_sound_run_passes():
+    report = Run().check()
+    assert report.violations == () and report.ok
+    assert (report.completed, report.failed, report.lost, report.duplicated) == (8, 0, 0, 0)
+    assert (report.delivered, report.regenerated, report.lost_with_edge) == (80, 0, 0)
+    assert (report.undelivered, report.interrupted) == (8, 8)  # each dead worker had made one token more
+    assert (report.staleness_max, report.batches, report.trained) == (1, 2, 2)
+
+
+def test_a_run_that_goes_on_passes():
+    run = Run()
+    run.batches.pop()
+    run.steps.pop()
+    run.ends.pop()
+    assert run.check().violations == ()
+
+
+PLANTED = {
+    # trajectories
+    "ended_twice": lambda run: run.ends.append(run.ends[0]),
+    "turn_twice": lambda run: run.again(replace(first_turn(run), request="b0-g0-m0/0/1-f-1")),
+    "reply_twice": lambda run: run.again(replace(first_turn(run), turn=9)),
+    "turn_unfinished": lambda run: run.turn(0, finish="interrupted"),
+    "turn_torn": lambda run: run.turn(0, logprobs=[0.0]),
+    "spans_torn": lambda run: run.turn(0, spans=(VersionSpan(0, 0, 2), VersionSpan(0, 3, 5))),
+    "end_wrong": lambda run: run.end(0, generated_tokens=9),
+    "journal_missing": lambda run: run.journal.remove(run.journal[1]),
+    "journal_wrong": lambda run: run.turn(0, trajectory="b9-g9-m9"),
+    "turns_unordered": lambda run: (run.turn(0, turn=1), run.turn(1, turn=0)),
+    "turn_stray": lambda run: run.again(replace(first_turn(run), turn=2, request="b0-g0-m0/2/0-e-1")),
+    "turn_shared": lambda run: run.end(1, journal=run.ends[0].journal),
+    # batches
+    "end_missing": lambda run: run.ends.remove(run.ends[0]),
+    "batch_twice": lambda run: run.batches.append(replace(run.batches[0], items=())),
+    "counted_twice": lambda run: run.item(1, 0, trajectory="b0-g0-m0"),
+    "group_size": lambda run: run.item(0, 0, group="b0-g1"),
+    "group_twice": lambda run: run.item(1, 0, group="b0-g1"),
+    "batch_size": lambda run: run.batches.append(replace(run.batches.pop(), items=())),
+    "item_wrong": lambda run: run.item(0, 0, reward=0.5),
+    "item_failed": lambda run: (run.item(0, 0, status="failed"), run.end(0, status="failed")),
+    "left_behind": lambda run: run.again(replace(first_turn(run), trajectory="b0-g0-m7", request="b0-g0-m7/0/0-e-1")),
+    "trained_twice": lambda run: run.steps.append(replace(run.steps[0], loss=2.0)),
+    "trained_unordered": lambda run: run.steps.pop(0),
+    "trained_unready": lambda run: run.batches.pop(),
+    "version_wrong": lambda run: run.steps.append(replace(run.steps.pop(), version=9)),
+    # staleness
+    "too_stale": lambda run: [replace_version(run, 7, -1)],
+    "too_new": lambda run: [replace_version(run, 0, 2)],
+    # requests
+    "regenerated": lambda run: run.log(2, start_offset=1) or run.log(3, start_offset=1),
+    "start_gap": lambda run: run.log(2, start_offset=3) or run.log(3, start_offset=3),
+    "prefix_gap": lambda run: run.cut(0, prefix_len=1),
+    "prefix_lost": lambda run: run.turn(0, reply=[5], logprobs=[0.0], spans=(VersionSpan(0, 0, 1),)),
+    "interrupted_twice": lambda run: run.again(first_cut(run)),
+    "log_torn": lambda run: run.log(0, start_offset=1),
+    "attempt_twice": lambda run: run.attempts.append(replace(run.attempts[0], worker="b-w0")),
+    "unlogged": lambda run: [run.attempts.pop(0), run.attempts.pop(0)],
+    "invented": lambda run: run.log(1, generated=1),
+    "reply_short": lambda run: run.log(3, generated=4),
+}
+
+
+def replace_version(run: Run, trajectory: int, version: int) -> None:
+    """All of a trajectory's last turn is of one version, and its end says so."""
+    run.turn(trajectory * TURNS + 1, spans=(VersionSpan(version, 0, 5),))
+    end = run.ends[trajectory]
+    run.end(trajectory, min_version=min(version, end.min_version), max_version=max(version, end.max_version))
+
+
+@pytest.mark.parametrize("rule", sorted(PLANTED))
+def test_what_is_planted_is_found(rule):
+    run = Run()
+    PLANTED[rule](run)
+    report = run.check()
+    assert rule in {violation.rule for violation in report.violations}, report.violations
+    assert not report.ok
+
+
+def test_every_rule_has_a_test():
+    import re
+    from pathlib import Path
+
+    import services.checker.core as core
+
+    rules = set(re.findall(r"found\.(?:add|again)\(\s*\"(\w+)\"", Path(core.__file__).read_text()))
+    assert rules == set(PLANTED)
+
+
+@pytest.mark.parametrize(("rule", "count"), [("end_missing", 1), ("journal_missing", 1), ("left_behind", 1)])
+def test_the_lost_are_counted(rule, count):
+    run = Run()
+    PLANTED[rule](run)
+    assert run.check().lost == count
+
+
+@pytest.mark.parametrize("rule", ["ended_twice", "turn_twice", "reply_twice", "counted_twice", "interrupted_twice"])
+def test_duplicates_are_counted(rule):
+    run = Run()
+    PLANTED[rule](run)
+    assert run.check().duplicated >= 1
+
+
+def test_regenerated_tokens_are_counted_from_the_log_and_from_the_journal():
+    run = Run()
+    PLANTED["regenerated"](run)
+    assert run.check().regenerated == 1
+    run = Run()
+    run.cut(0, received=2)
+    run.again(replace(first_cut(run), attempt=2, prefix_len=0, received=1))
+    assert run.check().regenerated >= 2
+
+
+def test_what_an_agent_that_died_had_received_is_counted_apart():
+    """A second agent runs the turn again under a request of its own; the first one's partial reply went with it."""
+    run = Run()
+    old = "b0-g0-m0/1/0-dead-1"
+    run._log(old, 1, 0, 4, "")
+    run.attempts[-1] = replace(run.attempts[-1], finish="interrupted")
+    report = run.check()
+    assert report.violations == () and report.lost_with_edge == 4
+    run.again(replace(first_cut(run), request=old, received=3))
+    run._log(old, 2, 3, 2, "interrupted")
+    report = run.check()
+    assert report.violations == () and report.lost_with_edge == 5
+
+
+def test_a_retry_and_a_replaced_group_are_no_violation():
+    run = Run()
+    failed = replace(run.ends[0], status="failed", journal=(), turns=0, generated_tokens=0)
+    run.end(0, retry=1)
+    run.ends.insert(0, failed)
+    for index in (0, 1):  # the turns belong to the retry
+        run.turn(index, retry=1)
+    run.cut(0, retry=1)
+    run.ends.append(replace(run.ends[1], trajectory="b0-g5-m0", group="b0-g5", journal=(), turns=0, generated_tokens=0))
+    report = run.check()
+    assert report.violations == () and report.failed == 1
+
+
+def test_held_out_episodes_belong_to_no_batch():
+    run = Run()
+    run._trajectory(7, "eval-v1", "eval-v1-m0")
+    report = run.check()
+    assert report.violations == () and report.completed == 8
+
+
+def test_a_message_repeated_after_a_restart_is_harmless_where_that_is_allowed():
+    run = Run()
+    run.batches.append(run.batches[0])
+    run.steps.append(run.steps[0])
+    assert run.check().violations == ()
+
+
+def test_a_purged_journal_is_not_held_against_a_run_and_a_hole_is():
+    run = Run()
+    del run.journal[:12]  # batch 0
+    assert run.check(replace(EXPECTED, journal_from=13)).violations == ()
+    del run.journal[1]
+    assert "journal_missing" in {v.rule for v in run.check(replace(EXPECTED, journal_from=13)).violations}
+    assert "journal_missing" in {v.rule for v in run.check().violations}
+
+
+# --- reading
+
+
+def test_a_torn_last_frame_is_left_out_and_a_broken_one_is_not():
+    run = Run()
+    frames = [collect.LENGTH.pack(len(encode(entry))) + encode(entry) for entry in run.attempts[:3]]
+    data = b"".join(frames)
+    assert list(collect.frames(data)) == run.attempts[:3]
+    for cut in range(1, len(frames[-1])):
+        assert list(collect.frames(data[:-cut])) == run.attempts[:2]
+    with pytest.raises(collect.TornLogError):
+        list(collect.frames(frames[0] + b"\xff\xff\xff\xff" + frames[1]))
+    with pytest.raises(collect.TornLogError):
+        list(collect.frames(collect.LENGTH.pack(3) + b"abc" + frames[1]))
+
+
+async def _published(tmp_path, run: Run, **pipeline: object):
+    broker = MemoryBroker()
+    bus = broker.connect()
+    await bus.ensure_stream(StreamSpec(name="demo_EV", subjects=("pearl.demo.ev.>",)))
+    await bus.ensure_stream(StreamSpec(name="demo_JOURNAL", subjects=("pearl.demo.journal.>",)))
+    for index, message in enumerate([entry.record for entry in run.journal] + run.ends + run.batches + run.steps):
+        await bus.publish_durable(subject_of("demo", message), encode(message), msg_id=f"{message_id(message)}:{index}")
+    folder = tmp_path / "demo" / "attempts"
+    folder.mkdir(parents=True)
+    data = b"".join(collect.LENGTH.pack(len(encode(entry))) + encode(entry) for entry in run.attempts)
+    (folder / "a-w0.1.msgpack").write_bytes(data)
+    job = JobFile(
+        job=JobSection(data_dir=str(tmp_path)),
+        pipeline=PipelineSection(batch_trajectories=GROUPS * SIZE, group_size=SIZE, **pipeline),
+    )
+    return bus, job
+
+
+async def test_a_run_is_read_from_its_streams_and_files(tmp_path):
+    bus, job = await _published(tmp_path, Run(), keep_journal=True)
+    report = await collect.check(bus, job)
+    assert report.violations == () and report.delivered == 80 and report.undelivered == 8
+
+
+async def test_planted_faults_are_found_there_too(tmp_path):
+    run = Run()
+    PLANTED["regenerated"](run)
+    PLANTED["ended_twice"](run)
+    bus, job = await _published(tmp_path, run, keep_journal=True)
+    await bus.publish_durable("pearl.demo.journal.x", b"nonsense", msg_id="n")
+    (tmp_path / "demo" / "attempts" / "b-w0.1.msgpack").write_bytes(b"\x00\x00\x00\x01x")
+    rules = {violation.rule for violation in (await collect.check(bus, job)).violations}
+    assert rules == {"regenerated", "ended_twice", "unreadable", "log_unreadable"}
+
+
+async def test_a_journal_purged_on_the_way_passes_unless_it_was_to_be_kept(tmp_path):
+    bus, job = await _published(tmp_path, Run(), keep_journal=False)
+    await bus.purge("demo_JOURNAL", below_seq=13)
+    assert (await collect.check(bus, job)).violations == ()
+    await bus.purge("demo_JOURNAL", below_seq=1000)
+    assert (await collect.check(bus, job)).violations == ()
+    kept = replace(job, pipeline=replace(job.pipeline, keep_journal=True))
+    assert "journal_missing" in {violation.rule for violation in (await collect.check(bus, kept)).violations}

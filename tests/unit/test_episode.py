@@ -1,0 +1,574 @@
+"""Episodes on the in-memory bus, with a router and a worker that do what a test tells them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+
+import pytest
+
+from messages.agent import (
+    Assignment,
+    AttemptLogged,
+    NotNow,
+    RequestInterrupted,
+    RolloutTask,
+    TokenChunk,
+    TurnFinished,
+)
+from messages.envelope import decode, encode
+from messages.ids import Activity, Role, Zone
+from messages.monitor import DeadLetter
+from messages.pipeline_scheduler import TrajectoryCompleted
+from messages.rollout_worker import CancelRequest, Generate
+from messages.router import AssignRequest
+from messages.runtime_tracker import RequestFinished
+from messages.subjects import message_id, subject_of
+from pearl_state.model import RoleTable, Row
+from services.agent.config import Config
+from services.agent.episode import Episode, SupersededError
+from services.agent.request import RequestEdge
+from services.agent.service import Agent
+from services.checker.core import Expected, Journalled
+from services.checker.core import check as judge
+from services.environments.base import StepResult
+from services.jobfile import AgentSection, EnvironmentSection, JobFile, PipelineSection
+from services.runtime.bus import StreamSpec
+from services.runtime.bus_memory import MemoryBroker
+from services.runtime.clock import ManualClock
+
+REPLY = 5
+"""Tokens of a whole reply, the end of turn included."""
+
+
+class Talk:
+    """Three turns; the reward counts actions that are the ones a whole reply spells."""
+
+    replayable = True
+    made: list[Talk] = []
+
+    def __init__(self, turns: int = 3, breaks_at: int = -1, hangs_at: int = -1) -> None:
+        self.turns, self.breaks_at, self.hangs_at = turns, breaks_at, hangs_at
+        self.actions: list[str] = []
+        self.closed = False
+        Talk.made.append(self)
+
+    async def reset(self, task_seed: int) -> str:
+        return f"2 {task_seed % 5 + 3}"
+
+    async def step(self, action: str) -> StepResult:
+        self.actions.append(action)
+        turn = len(self.actions)
+        if turn - 1 == self.breaks_at:
+            raise ZeroDivisionError("the world broke")
+        if turn - 1 == self.hangs_at:
+            await asyncio.Event().wait()
+        return StepResult(
+            observation=f"{turn + 1}", reward=float(len(action.split()) == REPLY - 1), done=turn == self.turns
+        )
+
+    async def close(self) -> None:
+        self.closed = True
+
+
+class OneWay(Talk):
+    """Cannot be replayed."""
+
+    replayable = False
+
+
+class Numbers:
+    """A token is its number."""
+
+    eos_id = 1
+    vocab_size = 1000
+
+    def encode(self, text):
+        return [int(word) for word in text.split()]
+
+    def decode(self, ids):
+        return " ".join(str(index) for index in ids)
+
+
+def job_of(entry="Talk", **options) -> JobFile:
+    return JobFile(
+        agent=AgentSection(silence_ms=40, task_ack_wait_ms=400, concurrency=4),
+        environment=EnvironmentSection(
+            entry=f"{__name__}:{entry}", tokenizer=f"{__name__}:Numbers", options=options, timeout_s=0.2
+        ),
+        pipeline=PipelineSection(
+            batch_trajectories=1, group_size=1, max_turns=8, max_new_tokens=8, max_context_tokens=64
+        ),
+    )
+
+
+def true_reply(seed: int) -> list[int]:
+    return [100 + (seed + index) % 500 for index in range(REPLY - 1)] + [1]
+
+
+class Cluster:
+    """Router and worker `a-w0`. `script` says what becomes of the next attempts; an empty one serves them whole.
+
+    "cut:n" interrupts after n tokens, "die:n" falls silent after n, "refuse", "lose" drops the request, "not_now".
+    """
+
+    def __init__(self, broker, *script: str) -> None:
+        self.bus = broker.connect()
+        self.script = deque(script)
+        self.log: list[AttemptLogged] = []
+        self.asked: list[AssignRequest] = []
+        self.generates: list[Generate] = []
+        self.cancels: list[CancelRequest] = []
+        self.on_death = None
+        self.hold: asyncio.Event | None = None
+        self.version = 0
+
+    async def start(self) -> None:
+        asks = await self.bus.subscribe("pearl.demo.assign", queue="router")
+        generates = await self.bus.subscribe("pearl.demo.gen.*")
+        self.tasks = [asyncio.create_task(self.route(asks)), asyncio.create_task(self.work(generates))]
+
+    async def stop(self) -> None:
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.wait(self.tasks)
+        for task in self.tasks:
+            assert task.cancelled(), task.exception()
+
+    async def route(self, asks) -> None:
+        async for delivery in asks:
+            ask = decode(delivery.data, AssignRequest)
+            self.asked.append(ask)
+            if self.script and self.script[0] == "not_now":
+                self.script.popleft()
+                answer = NotNow(request=ask.request, attempt=ask.attempt, retry_after_ms=5, reason="no worker")
+            else:
+                answer = Assignment(
+                    request=ask.request, attempt=ask.attempt, worker="a-w0", incarnation=1, role_generation=1
+                )
+            await self.bus.publish(delivery.reply, encode(answer))
+
+    async def work(self, generates) -> None:
+        async for delivery in generates:
+            message = decode(delivery.data, Generate, CancelRequest)
+            if isinstance(message, CancelRequest):
+                self.cancels.append(message)
+                continue
+            self.generates.append(message)
+            await self.attempt(message, self.script.popleft() if self.script else "whole")
+
+    async def attempt(self, message: Generate, what: str) -> None:
+        what, _, count = what.partition(":")
+        begin = len(message.prefix)
+        whole = true_reply(message.seed)
+        assert message.prefix == whole[:begin], "no token is made up, none is asked for again"
+        if what == "lose":
+            return
+        if what == "refuse":
+            return await self.say(message, begin, [], "refused")
+        self.note(message, 0, "")
+        if self.hold is not None:
+            await self.hold.wait()
+        tokens = whole[begin:] if what == "whole" else whole[begin : begin + int(count)]
+        for index, token in enumerate(tokens[:-1]):
+            await self.say(message, begin + index, [token], "")
+        finish = {"whole": "stop", "cut": "interrupted", "die": ""}[what]
+        if tokens or finish:
+            await self.say(message, begin + max(0, len(tokens) - 1), tokens[-1:], finish)
+        if what == "die":
+            if self.on_death is not None:
+                self.on_death()
+        else:
+            self.note(message, len(tokens), finish)
+
+    def note(self, message: Generate, generated: int, finish: str) -> None:
+        self.log.append(
+            AttemptLogged(
+                worker=message.worker,
+                incarnation=message.incarnation,
+                request=message.request,
+                attempt=message.attempt,
+                start_offset=len(message.prefix),
+                generated=generated,
+                version=self.version,
+                finish=finish,
+                at_ms=0,
+            )
+        )
+
+    async def say(self, message: Generate, offset: int, tokens: list[int], finish: str) -> None:
+        piece = TokenChunk(
+            request=message.request,
+            attempt=message.attempt,
+            worker=message.worker,
+            incarnation=message.incarnation,
+            offset=offset,
+            tokens=tokens,
+            logprobs=[-0.5] * len(tokens),
+            version=self.version,
+            finish=finish,
+        )
+        await self.bus.publish(message.reply, encode(piece))
+
+
+class Table:
+    """A replica that a test changes."""
+
+    def __init__(self) -> None:
+        self.table: RoleTable | None = None
+        self.callbacks = []
+
+    def on_change(self, callback) -> None:
+        self.callbacks.append(callback)
+
+    def show_gone(self) -> None:
+        row = Row(
+            worker="a-w0", gpus=(), zone=Zone.RESERVED, role=Role.COLOCATED, activity=Activity.INACTIVE,
+            incarnation=1, role_generation=1,
+        )  # fmt: skip
+        table = RoleTable(job="demo", epoch=1, rows=(row,))
+        for callback in self.callbacks:
+            callback(table)
+
+
+async def create_streams(bus) -> None:
+    for name, subjects, retention in (
+        ("demo_EV", "pearl.demo.ev.>", "limits"),
+        ("demo_TASKS", "pearl.demo.task.>", "workqueue"),
+        ("demo_JOURNAL", "pearl.demo.journal.>", "limits"),
+        ("demo_DEAD", "pearl.demo.dead.>", "limits"),
+    ):
+        await bus.ensure_stream(StreamSpec(name=name, subjects=(subjects,), retention=retention))
+
+
+def task_of(trajectory="b0-g0-m0", retry=0) -> RolloutTask:
+    return RolloutTask(
+        trajectory=trajectory,
+        group="b0-g0",
+        batch=0,
+        retry=retry,
+        task_seed=4,
+        sample_seed=9,
+        min_version=0,
+        temperature=1.0,
+    )
+
+
+class World:
+    """Broker, cluster, one edge, and what came of them."""
+
+    def __init__(self, *script: str, job: JobFile | None = None) -> None:
+        self.job = job or job_of()
+        self.broker = MemoryBroker(ManualClock())
+        self.bus = self.broker.connect()
+        self.cluster = Cluster(self.broker, *script)
+        self.table = Table()
+        self.edges = 0
+
+    async def __aenter__(self) -> World:
+        Talk.made = []
+        await create_streams(self.bus)
+        await self.cluster.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.cluster.stop()
+
+    async def edge(self) -> RequestEdge:
+        self.edges += 1
+        edge = RequestEdge(self.bus, "demo", f"e{self.edges}", silence_ms=self.job.agent.silence_ms, replica=self.table)
+        await edge.start()
+        return edge
+
+    def episode(self, edge, task=None, *, resumed=False) -> Episode:
+        from services.environments.loading import environment_factory, load_tokenizer
+
+        return Episode(
+            task or task_of(),
+            bus=self.bus,
+            edge=edge,
+            make_environment=environment_factory(self.job),
+            tokenizer=load_tokenizer(self.job),
+            config=Config.of(self.job),
+            holding=f"h{self.edges}",
+            resumed=resumed,
+        )
+
+    async def run(self, task=None, *, resumed=False) -> None:
+        edge = await self.edge()
+        try:
+            await self.episode(edge, task, resumed=resumed).run()
+        finally:
+            await edge.stop()
+
+    async def journal(self) -> list[Journalled]:
+        return [
+            Journalled(d.seq, decode(d.data, TurnFinished, RequestInterrupted))
+            async for d in self.bus.read("demo_JOURNAL", "pearl.demo.journal.*")
+        ]
+
+    async def turns(self) -> list[TurnFinished]:
+        return [entry.record for entry in await self.journal() if isinstance(entry.record, TurnFinished)]
+
+    async def ends(self) -> list[TrajectoryCompleted]:
+        subject = "pearl.demo.ev.trajectory_completed.*"
+        return [decode(d.data, TrajectoryCompleted) async for d in self.bus.read("demo_EV", subject)]
+
+    async def report(self):
+        expected = Expected(batch_trajectories=1, group_size=1, staleness=1)
+        return judge(
+            expected,
+            journal=await self.journal(),
+            attempts=self.cluster.log,
+            ends=await self.ends(),
+            batches=(),
+            steps=(),
+        )
+
+
+async def test_an_episode_is_its_turns_and_one_end():
+    async with World() as world:
+        telemetry = await world.bus.subscribe("pearl.demo.tel.>")
+        await world.run()
+        turns, (end,) = await world.turns(), await world.ends()
+        assert [turn.turn for turn in turns] == [0, 1, 2]
+        assert [turn.prompt_new for turn in turns] == [[2, 7], [2], [3]]
+        context = [2, 7]
+        for turn, generate in zip(turns, world.cluster.generates, strict=True):
+            assert generate.prompt == context
+            assert turn.reply == true_reply(generate.seed) and len(turn.logprobs) == REPLY
+            assert turn.action == " ".join(str(token) for token in turn.reply[:-1])
+            context = [*context, *turn.reply, turn.turn + 2]
+        assert (end.status, end.reward, end.turns, end.generated_tokens) == ("completed", 3.0, 3, 3 * REPLY)
+        assert (end.journal, end.min_version, end.max_version) == ((1, 2, 3), 0, 0)
+        told = [decode(d.data, RequestFinished) async for d in _drain(telemetry)]
+        assert [(t.turn, t.generated_tokens, t.new_prompt_tokens) for t in told] == [(0, 5, 2), (1, 5, 1), (2, 5, 1)]
+        assert [ask.last_worker for ask in world.cluster.asked] == ["", "a-w0", "a-w0"]
+        assert Talk.made[-1].closed
+        assert (await world.report()).violations == ()
+
+
+async def _drain(subscription):
+    while (delivery := await subscription.next(0.001)) is not None:
+        yield delivery
+
+
+@pytest.mark.parametrize("incident", ["cut:3", "cut:0", "die:2", "die:0", "lose", "refuse", "not_now"])
+async def test_an_incident_in_the_middle_changes_nothing_of_the_trajectory(incident):
+    async with World() as calm, World("whole", incident) as world:
+        await calm.run()
+        await world.run()
+        assert [turn.reply for turn in await world.turns()] == [turn.reply for turn in await calm.turns()]
+        assert (await world.ends())[0].reward == 3.0
+        cuts = [e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted)]
+        causes = {"cut": "interrupted", "die": "silence", "lose": "silence"}
+        expected = causes.get(incident.partition(":")[0])
+        assert [cut.cause for cut in cuts] == ([expected] if expected else [])
+        report = await world.report()
+        assert report.violations == () and report.regenerated == 0
+        assert report.delivered == 3 * REPLY and report.lost == 0
+
+
+async def test_a_worker_that_the_table_shows_gone_is_given_up_before_it_is_silent_for_long():
+    job = job_of()
+    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
+    async with World("die:2", job=job) as world:
+        world.cluster.on_death = world.table.show_gone
+        await asyncio.wait_for(world.run(), 5)
+        cut = next(e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted))
+        assert (cut.cause, cut.prefix_len, cut.received) == ("worker_gone", 0, 2)
+        assert (await world.report()).violations == ()
+
+
+async def test_many_incidents_of_all_kinds():
+    async with World("die:1", "cut:2", "refuse", "not_now", "lose", "cut:1", "whole", "refuse", "cut:4") as world:
+        await world.run()
+        report = await world.report()
+        assert report.violations == () and report.delivered == 3 * REPLY
+        assert next(turn.attempts for turn in await world.turns()) == 6
+
+
+async def test_a_redelivered_task_goes_on_from_the_journal():
+    async with World("whole", "whole", "die:3") as world:
+        world.cluster.on_death = lambda: doomed.cancel()
+        doomed = asyncio.ensure_future(world.run())
+        await asyncio.wait([doomed])
+        assert doomed.cancelled() and len(await world.turns()) == 2 and await world.ends() == []
+        await world.run(resumed=True)
+        turns, (end,) = await world.turns(), await world.ends()
+        assert [turn.turn for turn in turns] == [0, 1, 2]
+        assert (end.reward, end.turns, end.generated_tokens) == (3.0, 3, 15)
+        assert len(end.journal) == 3
+        assert Talk.made[-1].actions == [turn.action for turn in turns]  # the actions were replayed
+        last = world.cluster.generates[-1]
+        assert last.prompt == [2, 7, *turns[0].reply, 2, *turns[1].reply, 3] and last.prefix == []
+        report = await world.report()
+        assert report.violations == () and report.completed == 1
+
+
+async def test_a_trajectory_that_has_ended_is_not_run_again():
+    async with World() as world:
+        await world.run()
+        asked = len(world.cluster.asked)
+        await world.run(resumed=True)
+        assert len(world.cluster.asked) == asked and len(await world.ends()) == 1
+
+
+async def test_a_later_retry_has_records_and_an_end_of_its_own():
+    job = job_of(breaks_at=1)
+    async with World(job=job) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert (end.status, end.turns, end.reason) == (
+            "failed",
+            1,
+            "environment failed to step: ZeroDivisionError: the world broke",
+        )
+        world.job = job_of()
+        await world.run(task_of(retry=1))
+        _, end = await world.ends()
+        assert (end.retry, end.status, end.turns) == (1, "completed", 3)
+        assert [(turn.retry, turn.turn) for turn in await world.turns()] == [(0, 0), (1, 0), (1, 1), (1, 2)]
+        assert (await world.report()).violations == ()
+
+
+async def test_two_agents_with_one_trajectory_write_one_record_a_turn():
+    async with World() as world:
+        first, second = await world.edge(), await world.edge()
+        one, two = world.episode(first), world.episode(second, resumed=True)
+        two._holding = "other"
+        results = await asyncio.gather(one.run(), two.run(), return_exceptions=True)
+        assert sorted(type(result).__name__ for result in results) == ["NoneType", "SupersededError"]
+        assert [turn.turn for turn in await world.turns()] == [0, 1, 2]
+        assert len({turn.request.rpartition("/")[2] for turn in await world.turns()}) == 1
+        assert len(await world.ends()) == 1
+        assert (await world.report()).violations == ()
+        for edge in (first, second):
+            await edge.stop()
+
+
+async def test_an_agent_thought_dead_cannot_write_after_its_successor():
+    async with World() as world:
+        world.cluster.hold = asyncio.Event()
+        edge = await world.edge()
+        zombie = asyncio.ensure_future(world.episode(edge).run())
+        await _until(lambda: world.cluster.generates)
+        record = _turn(0)
+        await world.bus.publish_durable(subject_of("demo", record), encode(record), msg_id=f"{message_id(record)}:x")
+        world.cluster.hold.set()
+        with pytest.raises(SupersededError):
+            await zombie
+        assert len(await world.turns()) == 1 and await world.ends() == []
+        await edge.stop()
+
+
+def _turn(turn: int, **changes) -> TurnFinished:
+    fields = {
+        "trajectory": "b0-g0-m0", "group": "b0-g0", "batch": 0, "retry": 0, "turn": turn, "request": f"b0-g0-m0/{turn}/x",
+        "attempts": 1, "prompt_new": [2, 7], "reply": [5, 1], "logprobs": [0.0, 0.0], "spans": (), "finish": "stop",
+        "action": "5", "env_s": 0.0, "wall_s": 0.0, "worker": "a-w0",
+    }  # fmt: skip
+    return TurnFinished(**{**fields, **changes})
+
+
+async def test_an_environment_that_cannot_be_replayed_starts_over_as_a_retry():
+    async with World(job=job_of("OneWay")) as world:
+        record = _turn(0)
+        await world.bus.publish_durable(subject_of("demo", record), encode(record), msg_id="x")
+        await world.run(resumed=True)
+        (end,) = await world.ends()
+        assert end.status == "failed" and "cannot be replayed" in end.reason and end.journal == ()
+
+
+async def test_an_environment_that_answers_otherwise_on_replay_fails_the_try():
+    async with World() as world:
+        record = _turn(0, prompt_new=[9, 9])
+        await world.bus.publish_durable(subject_of("demo", record), encode(record), msg_id="x")
+        await world.run(resumed=True)
+        (end,) = await world.ends()
+        assert end.status == "failed" and "replayable = False" in end.reason
+
+
+async def test_an_environment_that_hangs_fails_its_episode():
+    async with World(job=job_of(hangs_at=0)) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert end.status == "failed" and "environment.timeout_s = 0.2" in end.reason
+
+
+async def test_a_context_that_is_full_truncates():
+    job = job_of()
+    pipeline = PipelineSection(batch_trajectories=1, group_size=1, max_new_tokens=8, max_context_tokens=8)
+    async with World(job=JobFile(agent=job.agent, environment=job.environment, pipeline=pipeline)) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert (end.status, end.reason, end.turns) == ("truncated", "context", 1)
+
+
+async def test_too_many_turns_truncate():
+    job = job_of(turns=100)
+    pipeline = PipelineSection(batch_trajectories=1, group_size=1, max_turns=2, max_new_tokens=8)
+    async with World(job=JobFile(agent=job.agent, environment=job.environment, pipeline=pipeline)) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert (end.status, end.reason, end.turns) == ("truncated", "turns", 2)
+
+
+# --- the process
+
+
+async def _until(condition) -> None:
+    async with asyncio.timeout(5):
+        while not condition():  # noqa: ASYNC110 - of many parts; none has an event for it
+            await asyncio.sleep(0.001)
+
+
+async def test_an_agent_runs_tasks_side_by_side_and_acknowledges_them_at_their_end():
+    async with World("cut:2", "refuse", "die:1") as world:
+        stop = asyncio.Event()
+        agent = Agent(world.job, world.bus, None, edge_name="e")
+        running = asyncio.ensure_future(agent.run(stop))
+        for member in range(9):
+            task = task_of(f"b0-g0-m{member}")
+            await world.bus.publish_durable(subject_of("demo", task), encode(task), msg_id=message_id(task))
+        tasks = world.broker.streams["demo_TASKS"].messages
+        await _until(lambda: not tasks)
+        stop.set()
+        await running
+        assert len(await world.ends()) == 9 and len(await world.turns()) == 27
+        report = await world.report()
+        assert report.violations == () and (report.completed, report.lost_with_edge) == (9, 0)
+
+
+async def test_a_stopping_agent_gives_its_tasks_to_the_next():
+    async with World() as world:
+        world.cluster.hold = asyncio.Event()
+        stop = asyncio.Event()
+        first = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="e").run(stop))
+        task = task_of()
+        await world.bus.publish_durable(subject_of("demo", task), encode(task), msg_id=message_id(task))
+        await _until(lambda: world.cluster.generates)
+        stop.set()
+        await first
+        world.cluster.hold.set()
+        await _until(lambda: world.cluster.cancels)
+        stop = asyncio.Event()
+        second = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="f").run(stop))
+        await _until(lambda: not world.broker.streams["demo_TASKS"].messages)
+        stop.set()
+        await second
+        assert len(await world.ends()) == 1
+        report = await world.report()
+        assert report.violations == () and report.lost_with_edge == REPLY  # made for the first agent, which was gone
+
+
+async def test_a_task_that_cannot_be_read_is_put_aside():
+    async with World() as world:
+        stop = asyncio.Event()
+        running = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="e").run(stop))
+        await world.bus.publish_durable("pearl.demo.task.0", b"not a task", msg_id="x")
+        await _until(lambda: not world.broker.streams["demo_TASKS"].messages)
+        stop.set()
+        await running
+        letters = [decode(d.data, DeadLetter) async for d in world.bus.read("demo_DEAD", "pearl.demo.dead.*")]
+        assert [(letter.receiver, letter.size) for letter in letters] == [("agent", 10)]

@@ -1,0 +1,219 @@
+"""The runtime tracker's core: what it makes of telemetry."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from messages.decision_engine import WorkloadProfile
+from messages.envelope import Message
+from messages.ids import GroupId, PolicyVersion, RequestId, TrajectoryId, WorkerId
+from messages.pipeline_scheduler import StepFinished, TrajectoryCompleted
+from messages.runtime_tracker import OperationTimed, RequestFinished, WorkerHeartbeat
+from services.jobfile import JobFile
+from services.profile import problem_of
+from services.runtime.core import Input, Refuse, Send
+from services.runtime_tracker.config import Config
+from services.runtime_tracker.core import RuntimeTrackerCore, State
+from services.runtime_tracker.fit import Line
+
+CORE = RuntimeTrackerCore(Config.of(JobFile()))
+
+
+def heartbeat(worker: str, iterations: int, a: float, b: float, batch: int, **more: int) -> WorkerHeartbeat:
+    """Sums of a worker that ran so many iterations of that batch size, each a + b * batch seconds."""
+    tokens = more.pop("prefill_tokens", 0)
+    fields = {"incarnation": 1, "serving": True, **more}
+    return WorkerHeartbeat(
+        worker=WorkerId(worker),
+        running=0,
+        queued=0,
+        version=0,
+        decode_iterations=iterations,
+        decode_tokens=iterations * batch,
+        decode_s=iterations * (a + b * batch),
+        decode_batch_sum=iterations * batch,
+        prefill_tokens=tokens,
+        prefill_s=tokens * 1e-4,
+        refused=0,
+        rss_bytes=0,
+        **fields,
+    )
+
+
+def request(
+    generated: int = 10, new: int = 20, decode_s: float = 1.0, queue_s: float = 0.5, env_s: float = 1.5
+) -> RequestFinished:
+    return RequestFinished(
+        request=RequestId("t/0"),
+        worker=WorkerId("n-w0"),
+        turn=0,
+        new_prompt_tokens=new,
+        generated_tokens=generated,
+        retained_tokens=generated - 1,
+        cached_tokens=0,
+        attempts=1,
+        queue_s=queue_s,
+        decode_s=decode_s,
+        env_s=env_s,
+    )
+
+
+def trajectory(turns: int, env_s: float, status: str = "completed") -> TrajectoryCompleted:
+    return TrajectoryCompleted(
+        trajectory=TrajectoryId(f"t{turns}"),
+        group=GroupId("g"),
+        batch=0,
+        retry=0,
+        status=status,
+        reward=0.0,
+        turns=turns,
+        generated_tokens=turns * 10,
+        min_version=PolicyVersion(0),
+        max_version=PolicyVersion(0),
+        journal=(),
+        env_s=env_s,
+        wall_s=1.0,
+    )
+
+
+def finished(batch: int) -> StepFinished:
+    return StepFinished(
+        batch=batch,
+        version=PolicyVersion(batch + 1),
+        train_s=1.0,
+        trained_tokens=1,
+        reward_mean=0.0,
+        reward_std=0.0,
+        loss=0.0,
+        grad_norm=0.0,
+        zero_variance_groups=0,
+    )
+
+
+def run(*steps: tuple[int, Message], state: State | None = None) -> tuple[State, list[WorkloadProfile]]:
+    state = CORE.initial() if state is None else state
+    profiles: list[WorkloadProfile] = []
+    for now_ms, message in steps:
+        state, effects = CORE.step(state, Input(now_ms, message))
+        profiles += [each.message for each in effects if isinstance(each, Send)]  # type: ignore[misc]
+    return state, profiles
+
+
+def test_a_step_without_telemetry_gives_the_cold_start_again() -> None:
+    _, (profile,) = run((0, finished(0)))
+    assert msgspec.structs.replace(profile, train_step=-1) == CORE.config.cold_start and profile.train_step == 0
+
+
+def test_turns_and_trajectories_make_r_dl_theta_s_and_t_env() -> None:
+    _, (profile,) = run(
+        (0, request(generated=10, new=20)),
+        (1, request(generated=30, new=40)),
+        (2, trajectory(4, 2.0)),
+        (3, trajectory(9, 7.0)),
+        (4, trajectory(50, 99.0, status="failed")),
+        (5, finished(0)),
+    )
+    assert (profile.r, profile.dL, profile.retained, profile.S, profile.T_env_s) == (20.0, 30.0, 19.0, 9.0, 7.0)
+    assert profile.theta == pytest.approx(2.0)  # 2 s of 3 s a turn not decoding: f = 1/3
+    tokens = 6.5 * (20 + 30)
+    assert profile.kv_bytes_per_trajectory == pytest.approx(tokens * profile.kv_bytes_per_token)
+    assert profile.samples == 2 and problem_of(profile) is None
+
+
+def test_moving_averages_across_steps() -> None:
+    share = CORE.config.new_share
+    _, profiles = run((0, request(generated=10)), (1, finished(0)), (2, request(generated=20)), (3, finished(1)))
+    assert profiles[1].r == pytest.approx(10 + share * 10)
+    _, profiles = run((0, finished(0)), (1, request(generated=20)), (2, finished(1)))
+    assert profiles[1].r == 20.0  # the cold start is no measurement
+
+
+def heartbeats_at_two_batch_sizes(worker: str = "n-w0") -> list[tuple[int, Message]]:
+    """A worker that runs 10 iterations a second at batch 4, then at batch 12; A = 8 ms, b = 0.5 ms."""
+    steps: list[tuple[int, Message]] = []
+    iterations, batch_sum, seconds = 0, 0, 0.0
+    for second in range(12):
+        batch = 4 if second < 6 else 12
+        sums = msgspec.structs.replace(
+            heartbeat(worker, 0, 0, 0, 0, prefill_tokens=1000 * second),
+            decode_iterations=iterations,
+            decode_batch_sum=batch_sum,
+            decode_s=seconds,
+        )
+        steps.append((1000 * second, sums))
+        iterations, batch_sum, seconds = (
+            iterations + 10,
+            batch_sum + 10 * batch,
+            seconds + 10 * (0.008 + 0.0005 * batch),
+        )
+    return steps
+
+
+def test_least_squares_of_decode_and_the_prefill_quotient() -> None:
+    _, (profile,) = run(*heartbeats_at_two_batch_sizes(), (12_000, finished(0)))
+    assert profile.A_s == pytest.approx(0.008) and profile.b_s == pytest.approx(0.0005)
+    assert profile.t_prefill_s == pytest.approx(1e-4)
+
+
+def test_one_batch_size_cannot_tell_the_slope() -> None:
+    steps = [(1000 * n, heartbeat("n-w0", 10 * n, 0.008, 0.0005, 8)) for n in range(6)]
+    _, (profile,) = run(*steps, (6000, finished(0)))
+    base = CORE.config.cold_start
+    assert profile.b_s == base.b_s and profile.A_s == pytest.approx(0.012 - 8 * base.b_s)
+
+
+def test_warm_up_and_new_incarnations_are_left_out() -> None:
+    slow = [(1000 * n, heartbeat("n-w0", n, 5.0, 0.0, 4)) for n in range(2)]  # the first difference is warm-up
+    state, _ = run(*slow)
+    assert state.decode == Line()
+    restarted = [(10_000 + 1000 * n, heartbeat("n-w0", 10 * n, 0.01, 0.0, 4, incarnation=2)) for n in range(3)]
+    state, _ = run(*restarted, (14_000, heartbeat("n-w0", 999, 9.0, 0.0, 4)), state=state)
+    assert state.decode.weight == 10 and state.workers["n-w0"].incarnation == 2
+
+
+def test_samples_are_bounded_in_rate_and_number() -> None:
+    state, _ = run((0, heartbeat("n-w0", 0, 0.01, 0, 4)))
+    same, _ = run((999, heartbeat("n-w0", 50, 0.01, 0, 4)), state=state)
+    assert same is state
+    small = RuntimeTrackerCore(msgspec.structs.replace(CORE.config, most_workers=2, most_operations=2))
+    state = small.initial()
+    for index in range(5):
+        state, _ = small.step(state, Input(0, heartbeat(f"n-w{index}", 1, 0.01, 0, 1)))
+        state, _ = small.step(state, Input(0, OperationTimed(operation=f"o{index}", worker="", took_s=1.0)))
+    assert len(state.workers) == 2 and len(state.costs) == 2
+
+
+def test_costs_of_operations_are_moving_averages() -> None:
+    timed = [OperationTimed(operation="activate", worker="w", took_s=took_s) for took_s in (6.0, 8.0)]
+    _, (profile,) = run((0, timed[0]), (1, timed[1]), (2, finished(0)))
+    assert profile.costs == {"activate": pytest.approx(6.0 + CORE.config.new_share * 2.0)}
+
+
+def test_repeated_and_older_steps_emit_nothing() -> None:
+    state, _ = run((0, finished(3)))
+    for batch in (3, 2):
+        again, profiles = run((1, finished(batch)), state=state)
+        assert again == state and profiles == []
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msgspec.structs.replace(request(), decode_s=float("nan")),
+        msgspec.structs.replace(request(), generated_tokens=-1),
+        msgspec.structs.replace(heartbeat("n-w0", 1, 0, 0, 1), decode_s=float("inf")),
+        msgspec.structs.replace(heartbeat("n-w0", 1, 0, 0, 1), decode_iterations=-5),
+        OperationTimed(operation="x", worker="", took_s=-1.0),
+        msgspec.structs.replace(trajectory(3, 1.0), turns=-3),
+        finished(-1),
+    ],
+)
+def test_nonsense_is_refused_and_changes_nothing(message: Message) -> None:
+    state, effects = CORE.step(CORE.initial(), Input(0, message))
+    assert state == CORE.initial() and [type(each) for each in effects] == [Refuse]
+
+
+def test_state_survives_a_checkpoint() -> None:
+    state, _ = run(*heartbeats_at_two_batch_sizes(), (1, request()), (2, finished(0)))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State) == state
