@@ -551,7 +551,8 @@ class NatsBus:
             "max_msgs_per_subject": spec.history,
             "max_bytes": spec.max_bytes,
             "discard": "new",
-            "allow_rollup_hdrs": True,
+            # Else a header of one writer's, under its own key, could wipe the whole bucket.
+            "allow_rollup_hdrs": False,
             "deny_delete": True,
             "allow_direct": True,
             "allow_msg_ttl": spec.ttl_allowed,
