@@ -158,10 +158,11 @@ class ElasticSchedulerCore:
             return state, (Refuse(wrong),)
         if message.batch <= state.trained:
             return state, ()
-        if state.training_batch is None or message.batch > state.training_batch:
+        begun = state.training_batch
+        if begun is None or message.batch > begun:
             return state, (Refuse(f"training of batch {message.batch} is said to be finished and has not begun"),)
         state = msgspec.structs.replace(state, trained=message.batch)
-        if state.training_batch > message.batch:
+        if begun > message.batch:
             return state, ()
         state = msgspec.structs.replace(state, training_batch=None)
         return self._emit(_because(state, f"training.finished {message.batch}"), now_ms)

@@ -115,7 +115,8 @@ class Failed(msgspec.Struct, frozen=True):
 
 Engine = Load | InterruptAll | TakeRole | ReleaseMemory | RestoreMemory
 Event = Command | Loaded | Interrupted | RoleTaken | MemoryReleased | MemoryRestored | Failed
-WorkerEffect = Send | Note | Refuse | Engine
+Doable = Send | Note | Engine
+WorkerEffect = Doable | Refuse
 WorkerEffects = tuple[WorkerEffect, ...]
 Result = tuple[WorkerState, WorkerEffects]
 

@@ -33,6 +33,7 @@ from services.rollout_worker.attempt_log import AttemptLog
 from services.rollout_worker.config import LIVENESS_MS, Config
 from services.rollout_worker.core import (
     COMMANDS,
+    Doable,
     Failed,
     InterruptAll,
     Interrupted,
@@ -45,7 +46,6 @@ from services.rollout_worker.core import (
     RoleTaken,
     RolloutWorkerCore,
     TakeRole,
-    WorkerEffect,
 )
 from services.rollout_worker.engines import make_engine
 from services.rollout_worker.engines.base import Engine, EngineError, GenerateSpec
@@ -242,7 +242,7 @@ class RolloutWorker:
             else:
                 self._execute(effect)
 
-    def _execute(self, effect: WorkerEffect) -> None:
+    def _execute(self, effect: Doable) -> None:
         match effect:
             case Send(message, msg_id):
                 assert msg_id is not None
