@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from messages.envelope import Message, UndecodableMessage
+from messages.pipeline_scheduler import StepFinished
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import decode_on, stream, telemetry_subject
 from pearl_state.model import RoleTable
+from pearl_state.peers import wrong_batch
 from pearl_state.watch import Replica
 from services.monitor.board import KINDS, Board
 from services.runtime.bus import Bus, Delivery
@@ -20,11 +22,20 @@ DURABLE = tuple(kind for kind in KINDS if kind is not WorkerHeartbeat)
 class Collector:
     """Keeps a board current until stopped. Reads only."""
 
-    def __init__(self, bus: Bus, job_name: str, *, on_message: Callable[[int, object], None] | None = None) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        job_name: str,
+        *,
+        on_message: Callable[[int, object], None] | None = None,
+        train_steps: int | None = None,
+    ) -> None:
+        """`train_steps`: of the job; train steps beyond are not believed (None: all are)."""
         self.board = Board()
         self._bus = bus
         self._job = job_name
         self._on_message = on_message
+        self._train_steps = train_steps
         self._seen = 0
         self._replica = Replica()
 
@@ -62,6 +73,9 @@ class Collector:
         try:
             message = decode_on(self._job, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage:
+            return
+        steps = self._train_steps
+        if isinstance(message, StepFinished) and steps is not None and wrong_batch(message.batch, steps):
             return
         self._take(delivery.at_ms, message)
 

@@ -164,7 +164,7 @@ async def watch(job: JobFile, stop: asyncio.Event, *, collector: Collector | Non
     bus = await connect(job, "monitor") if own else None
     if collector is None:
         assert bus is not None
-        collector = Collector(bus, job.job.name)
+        collector = Collector(bus, job.job.name, train_steps=job.pipeline.train_steps)
         await collector.start()
     begun_ms = now_ms()
     console = Console()
