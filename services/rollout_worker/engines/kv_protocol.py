@@ -21,7 +21,7 @@ import msgspec
 LENGTHS: Final = struct.Struct(">II")
 MOST_HEADER: Final = 1 << 16
 MOST_BODY: Final = 64 << 20
-SEND_BODY: Final = 8 << 20
+SEND_BODY: Final = 1 << 20
 """Bytes of KV a sender puts into one frame, if one token's are not more: what a receiver holds beside its cache."""
 
 

@@ -210,18 +210,18 @@ class PrefillSide:
         else:
             self._met(waiting.number, sender)
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
+    def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if len(self._connections) >= 2 * self._limits.rooms:
             writer.transport.abort()
             return
-        self._connections.add(task)
-        try:
-            await self._serve(reader, writer)
-        finally:
+
+        def ended(task: asyncio.Task[None]) -> None:
             self._connections.discard(task)
             writer.transport.abort()  # what was to be sent, was
+
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._connections.add(task)
+        task.add_done_callback(ended)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
