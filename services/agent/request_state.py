@@ -11,6 +11,7 @@ tokens at every chunk would make long replies quadratic.
 
 from __future__ import annotations
 
+import math
 from typing import Final
 
 import msgspec
@@ -281,7 +282,8 @@ class RequestState:
         if chunk.finish == "refused":
             return self._refused(chunk, now_ms)
         have, end = len(self.tokens), chunk.offset + len(chunk.tokens)
-        if chunk.offset > have or len(chunk.logprobs) != len(chunk.tokens) or (chunk.finish and end < have):
+        torn = len(chunk.logprobs) != len(chunk.tokens) or not all(map(math.isfinite, chunk.logprobs))
+        if chunk.offset > have or torn or min(chunk.tokens, default=0) < 0 or (chunk.finish and end < have):
             self.gaps += 1
             return self._interrupted("gap", now_ms)
         if end > have:
