@@ -84,6 +84,11 @@ def parse_profile(data: Mapping[str, Any]) -> WorkloadProfile:  # Any: whatever 
     return profile
 
 
+def profile_of(values: Mapping[str, float]) -> WorkloadProfile:
+    """The profile that a decision record keeps as numbers by key."""
+    return WorkloadProfile(train_step=-1, **{**values, "B": int(values["B"])})  # pyright: ignore[reportArgumentType]
+
+
 def read_profile(path: str | Path) -> WorkloadProfile:
     """A profile from a JSON or TOML file (by its ending; anything but `.toml` is read as JSON). Raises ProfileError."""
     source = Path(path)
