@@ -68,7 +68,9 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
     kv_cache_tokens: PositiveInt = 65536  # KV cache of one worker
     prefill_chunk_tokens: PositiveInt = 512  # longest prefill between two decode iterations
     pace_decode_ms: NonNegativeFloat = 0.0  # least time of a decode iteration (A of eq. 1); 0: as fast as it goes
-    pace_decode_ms_per_sequence: NonNegativeFloat = 0.0  # and this much more for each sequence in its batch (b of eq. 1)
+    pace_decode_ms_per_sequence: NonNegativeFloat = (
+        0.0  # and this much more for each sequence in its batch (b of eq. 1)
+    )
     pace_prefill_us_per_token: NonNegativeFloat = 0.0  # least time per prefilled token (t_prefill of eq. 1)
     update_pause: str = "in_place"  # at a weight update: "in_place" keeps the KV cache, "retract" recomputes it
     heartbeat_ms: PositiveInt = 250
@@ -134,7 +136,9 @@ class FeedSection(_Section, frozen=True, kw_only=True):
 
 
 class DecisionSection(_Section, frozen=True, kw_only=True):
-    policy: str = "planner"  # or a fixed one to compare with: "colocated", or "static-pd:P:D", a ratio for any number of workers
+    policy: str = (
+        "planner"  # or a fixed one to compare with: "colocated", or "static-pd:P:D", a ratio for any number of workers
+    )
     ratio_threshold: Fraction = 0.03  # a ratio change must win by this share of the makespan
     mode_threshold: Fraction = 0.08  # a mode switch must win by this share
     growth_threshold: Fraction = 0.0  # growing must win by this share
@@ -142,7 +146,9 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
-    toggle_guess_s: NonNegativeFloat = 10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
+    toggle_guess_s: NonNegativeFloat = (
+        10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
+    )
 
 
 class TimeoutSection(_Section, frozen=True, kw_only=True):

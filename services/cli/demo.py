@@ -96,7 +96,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool) -> DemoReport | None:
         _progress(quiet, "starting NATS and the services ...")
         await supervisor.start()
         bus = await connect(job, "monitor")
-        collector = Collector(bus, job.job.name)
+        collector = Collector(bus, job)
         await collector.start()
         following = asyncio.create_task(collector.follow(stop))
         watching = asyncio.create_task(_watch(job, stop, collector, quiet))

@@ -110,9 +110,7 @@ def scaled(ratio: tuple[int, int], workers: int) -> tuple[int, int]:
     return prefill, workers - prefill
 
 
-def _fixed(
-    profile: WorkloadProfile, workers: int, options: tuple[Candidate, ...], ratio: tuple[int, int]
-) -> Choice:
+def _fixed(profile: WorkloadProfile, workers: int, options: tuple[Candidate, ...], ratio: tuple[int, int]) -> Choice:
     """What a fixed policy runs, whatever is predicted. One worker cannot be two."""
     chosen, forced = makespan.colocated_candidate(profile, workers), False
     if ratio == (0, 0):
@@ -123,9 +121,7 @@ def _fixed(
         prefill, decode = scaled(ratio, workers)
         chosen = Candidate(prefill, decode, 0, makespan.disaggregated_makespan_s(profile, prefill, decode), True)
         reason = f"fixed: {ratio[0]}:{ratio[1]}"
-    return Choice(
-        mode=mode_of(chosen), chosen=chosen, candidates=options, incumbent=None, forced=forced, reason=reason
-    )
+    return Choice(mode=mode_of(chosen), chosen=chosen, candidates=options, incumbent=None, forced=forced, reason=reason)
 
 
 def _settle(

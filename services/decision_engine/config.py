@@ -30,9 +30,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         section = job.decision
         fixed = parse_policy(section.policy)
         if fixed not in (None, (0, 0)) and not section.disaggregation:
-            raise ConfigError(
-                f"decision.policy = {section.policy!r} needs decision.disaggregation = true"
-            )
+            raise ConfigError(f"decision.policy = {section.policy!r} needs decision.disaggregation = true")
         return Config(
             policy=Policy(
                 ratio_threshold=section.ratio_threshold,

@@ -211,7 +211,8 @@ def test_speeds_right_after_a_role_change_are_left_out_but_the_work_counts() -> 
     )
     assert state.decode == Line() and state.step.decoded == 48
     steady = [
-        (4500 + 1000 * n, msgspec.structs.replace(slow, decode_iterations=12 + n, decode_s=60 + 0.01 * n)) for n in range(3)
+        (4500 + 1000 * n, msgspec.structs.replace(slow, decode_iterations=12 + n, decode_s=60 + 0.01 * n))
+        for n in range(3)
     ]
     state, _ = run(*steady, state=state)
     assert state.decode.weight == 2  # from 4500 on; the sample that began at 3500 did in the warm-up's last moment
@@ -227,7 +228,9 @@ def test_disaggregated_workers_report_what_is_theirs() -> None:
     _, (profile,) = run(*steps, *((5000, turn) for _ in range(50)), (5000, finished(0)))
     assert (profile.r, profile.dL) == (25 * 8 / 50, 500 / 50)
     assert profile.t_prefill_s == pytest.approx(1e-4) and profile.A_s + 8 * profile.b_s == pytest.approx(0.2)
-    assert profile.theta == pytest.approx(50 * 0.8 / (25 * 8 * 0.2))  # 40 s at environments, 40 s times sequences decoding
+    assert profile.theta == pytest.approx(
+        50 * 0.8 / (25 * 8 * 0.2)
+    )  # 40 s at environments, 40 s times sequences decoding
     assert profile.T_over_s == CORE.config.cold_start.T_over_s  # colocated turns alone can tell it
 
 
