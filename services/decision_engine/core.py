@@ -190,14 +190,10 @@ class DecisionEngineCore:
         )
 
     def _toggle_s(self, profile: WorkloadProfile) -> tuple[float, float]:
-        """T_toggle and the return's part of it: learned means, or the guess where it was never measured."""
-        costs, guess_s = profile.costs, self.config.toggle_guess_s
-        return_s = costs.get("deactivate", guess_s * RETURN_SHARE)
-        if "toggle" in costs:
-            return costs["toggle"], min(return_s, costs["toggle"])
-        if "activate" not in costs or "deactivate" not in costs:
-            return guess_s, min(return_s, guess_s)
-        return costs["activate"] + costs["deactivate"], return_s
+        """T_toggle and the return's part of it: learned means, each of its share of the guess until it was measured."""
+        guess_s = self.config.toggle_guess_s
+        return_s = profile.costs.get("deactivate", guess_s * RETURN_SHARE)
+        return profile.costs.get("activate", guess_s * (1 - RETURN_SHARE)) + return_s, return_s
 
 
 def describe(target: TargetConfiguration) -> str:

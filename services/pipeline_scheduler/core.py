@@ -279,12 +279,12 @@ class PipelineSchedulerCore:
         return state, (note,)
 
     def _tell_progress(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
-        """At coarse marks, how far the oldest batch is: the one that training waits for, or works on."""
+        """At coarse marks, how far the batch is that training waits for. Of its end `training.begin` tells."""
         if not state.batches:
             return state
         batch, size = state.batches[0], self.config.batch_trajectories
         mark = batch.ended * PROGRESS_MARKS // size
-        if mark <= batch.marked:
+        if mark <= batch.marked or batch.ended >= size:
             return state
         left = size - batch.ended
         remaining = min(size, left + min(left, self._admissible_next(state, batch.batch + 1)))

@@ -280,7 +280,7 @@ def test_progress_is_of_the_batch_that_training_waits_for_and_begins_anew_with_t
     assert len(kinds(loop.sent, BatchProgress)) == before
     for each in first[2:]:
         loop.feed(end(each))
-    assert kinds(loop.sent, BatchProgress)[-1].remaining == 0
+    assert kinds(loop.sent, BatchProgress)[-1].batch == 0  # of its end, training.begin tells
     loop.feed(step_finished(0))
     latest = kinds(loop.sent, BatchProgress)[-1]
     assert (latest.batch, latest.done) == (1, 1)
