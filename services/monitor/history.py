@@ -105,7 +105,9 @@ class PlanFold:
             "borrow": bool(borrowed),
             "return": bool(returned),
             "mode_switch": before.mode is not after.mode and Mode.PAUSED not in (before.mode, after.mode),
+            # A worker that changed its role, not one that only joined or left.
             "ratio_change": before.mode is after.mode is Mode.DISAGGREGATED
+            and bool(plan.reassign)
             and before.prefill * after.decode != after.prefill * before.decode,
         }
         return Change(

@@ -191,8 +191,8 @@ def blind_reward(job: JobFile) -> float | None:
 def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
     """Plans by what they changed; a plan may count under several heads, `total` counts it once.
 
-    Mode switches and ratio changes are those of role counts before and after applied plans; `forced` are the ones among
-    them to which hysteresis did not apply.
+    Mode switches are those of role counts before and after applied plans; a ratio change is one in which a worker that
+    stays takes another role within the mode. `forced` are the ones among them to which hysteresis did not apply.
     """
     total = {event.plan_id for event in events if isinstance(event, ReconfigurationPlan)}
     counts = {

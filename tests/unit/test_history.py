@@ -64,6 +64,8 @@ HISTORY = (
     plan(2, add={"t": P}, reassign={"a": P, "b": D}, stage="preparing"),
     plan(2, add={"t": P}, reassign={"a": P, "b": D}),
     plan(3, remove=("t",)),
+    plan(6, add={"e": P, "f": P}),
+    plan(7, reassign={"e": D}),
     msgspec.structs.replace(RECORD, decision_id=DecisionId("d4"), forced=True),
     WorkerGone(worker=WorkerId("b"), incarnation=Incarnation(1), reason="signal:9"),
     plan(4, reassign={"a": C}),
@@ -77,10 +79,12 @@ def test_changes_are_told_by_role_counts_before_and_after() -> None:
     assert [(str(each.before), str(each.after), each.kinds) for each in changes] == [
         ("none", "2C", ("grow",)),
         ("2C", "2P1D", ("borrow", "mode_switch")),
-        ("2P1D", "1P1D", ("return", "ratio_change")),
-        ("1P1D", "1C", ("mode_switch",)),
+        ("2P1D", "1P1D", ("return",)),
+        ("1P1D", "3P1D", ("grow",)),
+        ("3P1D", "2P2D", ("ratio_change",)),
+        ("2P2D", "2P1D1C", ("mode_switch",)),
     ]
-    assert [each.forced for each in changes] == [False, False, False, True]
+    assert [each.forced for each in changes] == [False, False, False, False, False, True]
     assert (changes[1].borrowed, changes[2].returned) == (("t",), ("t",))
 
 
