@@ -59,6 +59,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     name: str
     zone: Zone  # reserved | preemptible | training
     gpus: PositiveInt
+    address: str = "127.0.0.1"  # where workers of other nodes reach this one's, to fetch KV; also what those listen on
 
 
 class RolloutSection(_Section, frozen=True, kw_only=True):

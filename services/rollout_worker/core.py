@@ -171,6 +171,10 @@ class RolloutWorkerCore:
             return f"role generation is {state.role_generation}, not {request.role_generation}"
         if state.version < request.min_version:
             return f"version {state.version} is below {request.min_version}"
+        if (state.role is Role.COLOCATED) == (request.bootstrap_room >= 0):
+            return (
+                f"a request {'with' if request.bootstrap_room >= 0 else 'without'} a room, for role {state.role.value}"
+            )
         return ""
 
     # Commands

@@ -3,6 +3,9 @@
 Owns the engine, the requests that run on it and their attempt log. Never decides what it serves: executors do, by
 commands, and `core.py` says which are obeyed. Driven by commands, requests, and the engine.
 
+In the role `prefill` an attempt has no tokens and no entry in the log: its edge hears of it only if it was refused or
+interrupted, everything else from the decode worker, to which the engine hands it over.
+
 Invariants: tokens of an attempt are published in order, and its last chunk before any fact that says it ended; facts are
 published in order, each until the broker has it; while the broker is away the worker keeps its role and goes on; a
 process that hears nothing from it for `orphan_ms`, though it asks, ends itself, because nobody can tell it to.
@@ -22,7 +25,7 @@ import psutil
 
 from messages.agent import AttemptLogged, TokenChunk
 from messages.envelope import Message, UndecodableMessage, decode, encode
-from messages.ids import Incarnation, WorkerId
+from messages.ids import Incarnation, Role, WorkerId
 from messages.monitor import DeadLetter
 from messages.orchestrator import WorkerReady
 from messages.rollout_worker import CancelRequest, Generate, UpdateWeights
@@ -75,8 +78,9 @@ class EngineFailedError(Exception):
 class _Attempt:
     """A request that runs here."""
 
-    def __init__(self, request: Generate) -> None:
+    def __init__(self, request: Generate, role: Role) -> None:
         self.request = request
+        self.silent = role is Role.PREFILL
         self.offset = len(request.prefix)  # of the next token
         self.heard_of = time.monotonic()  # when its edge last got a chunk
         self.task: asyncio.Task[None] | None = None
@@ -220,6 +224,8 @@ class RolloutWorker:
             await asyncio.sleep(LIVENESS_MS / 1000)
             now = time.monotonic()
             for attempt in tuple(self._attempts.values()):
+                if attempt.silent:
+                    continue
                 if now - attempt.heard_of >= LIVENESS_MS / 1000:
                     await self._chunk(attempt, [], [])
 
@@ -312,7 +318,7 @@ class RolloutWorker:
         key = (request.request, request.attempt)
         if key in self._attempts:
             return
-        attempt = _Attempt(request)
+        attempt = _Attempt(request, self.state.role)
         refusal = self.core.refusal(self.state, request)
         if refusal:
             self.refused += 1
@@ -335,6 +341,9 @@ class RolloutWorker:
             temperature=request.temperature,
             seed=request.seed,
             stop_ids=request.stop_ids,
+            bootstrap_host=request.bootstrap_host,
+            bootstrap_port=request.bootstrap_port,
+            bootstrap_room=request.bootstrap_room,
         )
         start, finish = attempt.offset, "cancelled"
         begun = False
@@ -343,6 +352,9 @@ class RolloutWorker:
             async for chunk in stream:
                 if chunk.finish == "refused":
                     self.refused += 1
+                elif attempt.silent:
+                    if chunk.finish != "interrupted":
+                        continue
                 elif not begun:
                     begun = True
                     self._log_attempt(attempt, start, "")
@@ -467,7 +479,7 @@ async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int
     """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
     began = time.monotonic()
     config = Config.of(job, node_of(worker))
-    engine = make_engine(config.rollout, config.device)
+    engine = make_engine(config.rollout, config.device, config.address)
     bus = await connect(job, "rollout_worker")
     try:
         process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)

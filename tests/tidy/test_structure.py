@@ -21,6 +21,7 @@ PURE = sorted(
         ROOT / "services/decision_engine/makespan.py",
         ROOT / "services/pipeline_scheduler/batches.py",
         ROOT / "services/preemption_feed/schedule.py",
+        ROOT / "services/rollout_worker/engines/kv_protocol.py",
         *(path for path in (ROOT / "messages").glob("*.py")),
     }
 )
