@@ -448,7 +448,7 @@ class TorchEngine:
         if batch:
             began = time.perf_counter()
             self._emit(batch, self._decode(batch))
-            pace = self._rollout.pace_decode_ms / 1e3
+            pace = (self._rollout.pace_decode_ms + self._rollout.pace_decode_ms_per_sequence * len(batch)) / 1e3
             least += pace
             self._iterations += 1
             self._decoded += len(batch)
