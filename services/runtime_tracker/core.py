@@ -46,6 +46,8 @@ OPERATIONS = (
     "drain",
     "set_role",
     "update_weights",
+    "toggled_step",
+    "plain_step",
 )
 """The operations of `operation.timed/1` whose cost is learned."""
 
