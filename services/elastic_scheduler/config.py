@@ -26,6 +26,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[NodeId, NodeInfo]
     slots: tuple[Slot, ...]
     coalesce_ms: int
+    return_ms: int  # lent training GPUs are back so long after training asks for them
     most_notice_ms: int = MOST_NOTICE_MS
     keep_leaving_ms: int = KEEP_LEAVING_MS
 
@@ -35,4 +36,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             nodes={NodeId(node.name): NodeInfo(node.zone, node.gpus) for node in job.nodes},
             slots=rollout_slots(job),
             coalesce_ms=job.timeouts.coalesce_ms,
+            return_ms=job.timeouts.return_ms,
         )
