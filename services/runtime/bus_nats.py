@@ -564,10 +564,13 @@ class NatsBus:
         await self._ensure(config)
 
     async def _ensure(self, config: dict[str, Any]) -> None:
-        answer = await self._api(f"STREAM.CREATE.{config['name']}", config)
-        if answer.error is not None and answer.error.err_code == NAME_IN_USE:
-            answer = await self._api(f"STREAM.UPDATE.{config['name']}", config)
-        _raise(answer, f"stream {config['name']}")
+        # Creating one that is there already is checked against free storage as if it were another one: look first.
+        name = config["name"]
+        known = await self._api(f"STREAM.INFO.{name}", {})
+        answer = await self._api(f"STREAM.{'CREATE' if known.error is not None else 'UPDATE'}.{name}", config)
+        if answer.error is not None and answer.error.err_code == NAME_IN_USE:  # someone else was faster
+            answer = await self._api(f"STREAM.UPDATE.{name}", config)
+        _raise(answer, f"stream {name}")
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
