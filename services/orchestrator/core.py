@@ -241,7 +241,8 @@ class OrchestratorCore:
             notes.append(Note("progress_stale", f"{progress.part} has no part in plan {plan.plan_id}", "debug"))
             return table
         if progress.report == "vetoed" and plan.stage == plans.APPLYING:
-            notes.append(Refuse(f"plan {plan.plan_id} is vetoed after its cut epoch"))
+            # It crossed the cut epoch. The newer target that it heralds will undo what has to be undone.
+            notes.append(Note("veto_late", f"plan {plan.plan_id} is vetoed after its cut epoch: it goes on", "debug"))
             return table
         if progress.report in ("failed", "vetoed"):
             reason = f"{progress.part} {progress.report}: {progress.reason or 'no reason given'}"
