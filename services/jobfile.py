@@ -102,7 +102,6 @@ class TrainingSection(_Section, frozen=True, kw_only=True):
     grad_clip: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 0.0
     keep_snapshots: PositiveInt = 4
-    checkpoint_every: PositiveInt = 1
 
 
 class EnvironmentSection(_Section, frozen=True, kw_only=True):

@@ -140,7 +140,9 @@ def test_every_file_is_reached() -> None:
         *(ROOT / "examples").rglob("*.py"),
     ]:
         imported |= imports(path)
-    entries = re.compile(r"services/\w+/(service|__main__|__init__)\.py|services/cli/\w+\.py|services/trainer/rank_main\.py|\w+/__init__\.py")
+    entries = re.compile(
+        r"services/\w+/(service|__main__|__init__)\.py|services/cli/\w+\.py|services/trainer/rank_main\.py|\w+/__init__\.py"
+    )
     dead = []
     for path in FILES:
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts)
