@@ -67,6 +67,8 @@ COST_WEIGHT = 0.3
 """Weight of the newest sample in the moving averages (paper 5): about the last five hand-overs count."""
 RELAUNCH_MS = 2000
 """Least time between two launches in one slot: a worker that dies at its start does not keep its node busy."""
+FOLLOW_MS = 400
+"""From a process's SIGKILL until the table can say that its GPUs are training's: two ticks, and a few messages' way."""
 LENT = (Residency.FREE, Residency.ACTIVATING, Residency.ROLLOUT, Residency.DRAINING)
 """Residencies in which nothing of the trainer's may be on the GPUs."""
 
@@ -536,12 +538,12 @@ class ToggleManagerCore:
 
     @property
     def _reserve_ms(self) -> int:
-        """What a kill needs before a deadline: SIGTERM's grace, and one repetition of the command."""
-        return self.config.kill_grace_ms + self.config.command_retry_ms
+        """What a kill needs before a deadline: SIGTERM's grace, one repetition of the command, and the table's following."""
+        return self.config.kill_grace_ms + self.config.command_retry_ms + FOLLOW_MS
 
     def _grace_ms(self, view: View, deadline_ms: int) -> int:
         """Time between SIGTERM and SIGKILL that a return deadline (0: none) leaves."""
-        left = deadline_ms - view.now_ms if deadline_ms > 0 else self.config.kill_grace_ms
+        left = deadline_ms - FOLLOW_MS - view.now_ms if deadline_ms > 0 else self.config.kill_grace_ms
         return max(0, min(self.config.kill_grace_ms, left))
 
     # Reports

@@ -45,7 +45,14 @@ from services.rollout_worker.core import (
 from services.runtime.core import Input, Note, Send
 from tests.sim.world import Actor, World
 
-TOOK_MS = {"start": (200, 500), "load": (40, 120), "drain": (5, 40), "role": (1, 5), "release": (20, 60), "restore": (20, 60)}
+TOOK_MS = {
+    "start": (200, 500),
+    "load": (40, 120),
+    "drain": (5, 40),
+    "role": (1, 5),
+    "release": (20, 60),
+    "restore": (20, 60),
+}
 TRAINER_MS = {"start": (200, 500), "release": (20, 60), "resume": (30, 80), "train": (200, 400)}
 
 
@@ -267,9 +274,7 @@ class NodeAgent(Actor):
         self.world.receivers[f"node/{self._node}"] = self.receive
         self.take(Input(self.world.now_ms, Restored()))
         gpus = tuple(range(self._config.gpus))
-        self.world.publish(
-            self.name, NodeUp(node=self._node, gpus=gpus, agent_incarnation=self._starts, host="sim")
-        )
+        self.world.publish(self.name, NodeUp(node=self._node, gpus=gpus, agent_incarnation=self._starts, host="sim"))
 
     def kill(self) -> None:
         super().kill()
@@ -309,5 +314,3 @@ class NodeAgent(Actor):
         """If it lives to see it; the next agent finds out otherwise."""
         exited = Exited(process.worker, process.incarnation, process.how)
         self.world.soon(self.alive_only(lambda: self.take(Input(self.world.now_ms, exited))))
-
-

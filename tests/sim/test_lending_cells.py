@@ -87,7 +87,9 @@ def role_change(cluster: Cluster) -> None:
     """Lent workers are changing role along with reserved ones."""
     lent(cluster)
     cluster.wish(borrow=True, prefill=2, decode=2)
-    cluster.run_until(lambda: is_applying(cluster) and any(cluster.row(worker).stage is Stage.SWITCHING for worker in T))
+    cluster.run_until(
+        lambda: is_applying(cluster) and any(cluster.row(worker).stage is Stage.SWITCHING for worker in T)
+    )
 
 
 def voluntary_return(cluster: Cluster) -> None:
@@ -129,7 +131,9 @@ def joint_preparing(cluster: Cluster) -> None:
     cluster.run_until(lambda: cluster.decisions is not None and bool(cluster.decisions.budget))
     cluster.run_until(lambda: len(cluster.decisions.budget.dedicated) == 4)  # type: ignore[union-attr]
     begin_borrow(cluster)
-    cluster.run_until(lambda: cluster.row("s0-w0").stage is Stage.LAUNCHING and cluster.row(T[0]).stage is not Stage.NONE)
+    cluster.run_until(
+        lambda: cluster.row("s0-w0").stage is Stage.LAUNCHING and cluster.row(T[0]).stage is not Stage.NONE
+    )
 
 
 def joint_applying(cluster: Cluster) -> None:
