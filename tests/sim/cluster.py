@@ -137,10 +137,10 @@ class Decisions(Actor):
         self.cursor, self.budget = 0, None
 
     def take(self, event: Input) -> None:
-        if isinstance(event.message, BudgetChanged):
-            if self.budget is None or event.message.budget_id > self.budget.budget_id:
-                self.budget = event.message
-                self._decide()
+        newest = 0 if self.budget is None else self.budget.budget_id
+        if isinstance(event.message, BudgetChanged) and event.message.budget_id > newest:
+            self.budget = event.message
+            self._decide()
 
     def decide(self, wish: Wish) -> None:
         """A new choice on the same budget."""

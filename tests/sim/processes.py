@@ -6,7 +6,6 @@ Workers run the real worker core, node agents the real node agent core. A proces
 
 from __future__ import annotations
 
-
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import Message
 from messages.ids import PolicyVersion, WorkerId
@@ -92,7 +91,7 @@ class Process:
         """Whether its device memory is, or may be, held."""
         return self.alive
 
-    def after(self, operation: str, spans: dict[str, tuple[int, int]], action) -> None:  # noqa: ANN001
+    def after(self, operation: str, spans: dict[str, tuple[int, int]], action) -> None:
         """`action` once the operation has taken its time; never if it hangs, or the process has ended by then."""
         if operation in self.stuck:
             return
@@ -213,7 +212,7 @@ class Trainer(Process):
             case _:
                 raise AssertionError(f"the trainer at version {self.disk.version} cannot obey {message}")
 
-    def _released(self, epoch) -> None:  # noqa: ANN001
+    def _released(self, epoch) -> None:
         self._holds = self.busy = False
         fact = TrainerReleased(epoch=epoch, freed_bytes=1, took_ms=1)
         self.world.publish("trainer", fact, f"released:{epoch}:{self.incarnation}:{self.world.now_ms}")
