@@ -15,7 +15,7 @@ from rich.table import Table
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
 from messages.envelope import Message, UndecodableMessage, decode
 from messages.executors import ReconfigurationPlan
-from messages.ids import Mode
+from messages.ids import Mode, Zone
 from messages.monitor import DecisionRecord
 from messages.orchestrator import PlanProgress, TargetConfiguration
 from messages.pipeline_scheduler import Evaluated, StepFinished
@@ -23,7 +23,8 @@ from messages.subjects import stream
 from services.checker.collect import check
 from services.checker.core import Report
 from services.environments.loading import load_class
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
+from services.monitor import lending
 from services.monitor.view import spark
 from services.runtime.bus import Bus
 
@@ -32,12 +33,11 @@ EDGE_STEPS = 5
 KINDS: tuple[type[Message], ...] = (
     GpuAvailable,
     GpuReclaimed,
-    ReconfigurationPlan,
     TargetConfiguration,
-    DecisionRecord,
     PlanProgress,
     StepFinished,
     Evaluated,
+    *lending.KINDS,
 )
 
 
@@ -51,6 +51,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     preemptions_without_notice: int
     arrivals: int
+    lending: lending.Lending
     decisions: int
     evaluations: tuple[tuple[int, float], ...]
     train_s: float
@@ -96,7 +97,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "preemptions": self.preemptions,
             "preemptions_without_notice": self.preemptions_without_notice,
             "arrivals": self.arrivals,
-            "borrows": {"count": 0, "denied_by_gate": 0, "late_returns": 0},
+            "borrows": self.lending.borrows,
+            "memory": msgspec.to_builtins(self.lending.memory),
             "decisions": self.decisions,
             "processes": [{"name": name, "pid": pid} for name, pid in sorted(self.processes.items())],
             "wall_s": round(self.wall_s, 1),
@@ -122,6 +124,7 @@ async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall
         preemptions=len(reclaims),
         preemptions_without_notice=sum(event.notice_ms == 0 for event in reclaims),
         arrivals=sum(isinstance(event, GpuAvailable) for event in events),
+        lending=lending.lending_of(events, {slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP}),
         decisions=sum(isinstance(event, DecisionRecord) for event in events),
         evaluations=tuple((event.version, event.reward_mean) for event in events if isinstance(event, Evaluated)),
         train_s=sum(event.train_s for event in steps.values()),
@@ -156,6 +159,10 @@ def count_plans(events: list[Message]) -> dict[str, int]:
     }
 
 
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
 def print_report(report: DemoReport, job: JobFile) -> None:
     """For people."""
     console = Console()
@@ -181,6 +188,13 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"({report.preemptions_without_notice} without notice)",
     )
     table.add_row("plans", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.plans.items()))
+    lent, trainer, workers = report.lending, report.lending.memory["trainer"], report.lending.memory["workers"]
+    table.add_row(
+        "memory",
+        f"a borrow frees {_mb(trainer.freed_bytes)} of the trainer's and takes {_mb(workers.restored_bytes)} a worker; "
+        f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
+    )
+    table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
     table.add_row("decisions", f"{report.decisions}, each with its record in {job.run_dir / 'decisions.jsonl'}")
     table.add_row("processes", f"{len(report.processes)} started")
     table.add_row("files", f"{job.run_dir}")
