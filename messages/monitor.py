@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messages.envelope import Message
-from messages.ids import DecisionId, Mode
+from messages.ids import DecisionId, Mode, WorkerId
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -65,6 +65,19 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     return_s: float = 0.0  # the part of it that is the return
     dedicated: Candidate | None = None  # chosen for the dedicated workers alone: T_ded of eq. 7
     full: Candidate | None = None  # chosen for all: T_full; None where it was not asked for
+
+
+# toggle_manager -> monitor. Durable (EV). Key: batch.
+class GpusReturned(Message, frozen=True, kw_only=True, tag="gpus.returned/1"):
+    """Training got its GPUs back for `batch` at `at_ms` (the epoch's time), having asked for them by `deadline_ms`.
+
+    Said only where GPUs were lent, or about to be, when training asked. Times are Unix ms.
+    """
+
+    batch: int
+    workers: tuple[WorkerId, ...]  # the overlap workers that had to let go
+    deadline_ms: int
+    at_ms: int
 
 
 # any service -> monitor. Durable (DEAD).

@@ -157,6 +157,7 @@ class TimeoutSection(_Section, frozen=True, kw_only=True):
     prepare_ms: PositiveInt = 120000  # a joiner must be ready by then
     apply_ms: PositiveInt = 30000  # a plan's apply section
     drain_ms: PositiveInt = 5000  # a worker that has not drained by then is killed
+    return_ms: PositiveInt = 5000  # lent training GPUs are back so long after training asks for them
     admission_pause_ms: PositiveInt = 10000  # routers ignore a pause older than this
     lease_ms: PositiveInt = 3000  # a node agent silent for so long has lost its workers
     kill_grace_ms: PositiveInt = 1000  # between SIGTERM and SIGKILL

@@ -15,6 +15,7 @@ from rich.table import Table
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
 from messages.envelope import Message, UndecodableMessage
 from messages.executors import ReconfigurationPlan
+from messages.ids import Zone
 from messages.monitor import DecisionRecord
 from messages.orchestrator import PlanProgress, WorkerGone
 from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompleted
@@ -22,7 +23,8 @@ from messages.subjects import decode_on, stream
 from services.checker.collect import check, refused_events
 from services.checker.core import Report
 from services.environments.loading import load_class
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
+from services.monitor import lending
 from services.monitor.history import Change, PlanFold, change_text, changes_of
 from services.monitor.view import spark
 from services.runtime.bus import Bus
@@ -41,6 +43,7 @@ KINDS: tuple[type[Message], ...] = (
     TrajectoryCompleted,
     WorkerGone,
     Evaluated,
+    *lending.KINDS,
 )
 
 
@@ -54,9 +57,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     preemptions_without_notice: int
     arrivals: int
-    borrows: dict[str, int]
     changes: tuple[Change, ...]
     throughput: float  # rollout tokens a second
+    lending: lending.Lending
     decisions: int
     evaluations: tuple[tuple[int, float], ...]
     train_s: float
@@ -103,7 +106,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "preemptions": self.preemptions,
             "preemptions_without_notice": self.preemptions_without_notice,
             "arrivals": self.arrivals,
-            "borrows": self.borrows,
+            "borrows": self.lending.borrows,
+            "memory": msgspec.to_builtins(self.lending.memory),
             "changes": [_change_json(change) for change in self.changes if change_text(change)],
             "rollout_tokens_per_s": round(self.throughput, 1),
             "decisions": self.decisions,
@@ -160,9 +164,9 @@ async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall
         preemptions=len(reclaims),
         preemptions_without_notice=sum(event.notice_ms == 0 for event in reclaims),
         arrivals=sum(isinstance(event, GpuAvailable) for event in events),
-        borrows=count_borrows(events, changes),
         changes=changes,
         throughput=rollout_throughput(timed),
+        lending=lending.lending_of(events, {slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP}),
         decisions=sum(isinstance(event, DecisionRecord) for event in events),
         evaluations=tuple((event.version, event.reward_mean) for event in events if isinstance(event, Evaluated)),
         train_s=sum(event.train_s for event in steps.values()),
@@ -225,6 +229,10 @@ def count_borrows(events: Sequence[Message], changes: Sequence[Change]) -> dict[
     }
 
 
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
+
+
 def print_report(report: DemoReport, job: JobFile) -> None:
     """For people."""
     console = Console()
@@ -250,12 +258,19 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"({report.preemptions_without_notice} without notice)",
     )
     table.add_row("plans", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.plans.items()))
-    borrows = report.borrows
+    borrows = report.lending.borrows
     table.add_row(
         "lending",
         f"{borrows['count']} borrows, {borrows['denied_by_gate']} denied by the gate, {borrows['late_returns']} late returns",
     )
     table.add_row("rollout", f"{report.throughput:.0f} tokens/s")
+    lent, trainer, workers = report.lending, report.lending.memory["trainer"], report.lending.memory["workers"]
+    table.add_row(
+        "memory",
+        f"a borrow frees {_mb(trainer.freed_bytes)} of the trainer's and takes {_mb(workers.restored_bytes)} a worker; "
+        f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
+    )
+    table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
     table.add_row("decisions", f"{report.decisions}, each with its record in {job.run_dir / 'decisions.jsonl'}")
     table.add_row("processes", f"{len(report.processes)} started")
     table.add_row("files", f"{job.run_dir}")
