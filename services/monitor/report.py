@@ -216,19 +216,6 @@ def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[st
     }
 
 
-def count_borrows(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
-    """Borrows that were applied, and budgets with idle training GPUs on which the gate (eq. 7) always said no."""
-    asked: dict[int, bool] = {}
-    for event in events:
-        if isinstance(event, DecisionRecord) and event.lending and event.overlap_workers > 0:
-            asked[event.budget_id] = asked.get(event.budget_id, False) or event.borrow
-    return {
-        "count": sum(bool(change.borrowed) for change in changes),
-        "denied_by_gate": sum(not borrowed for borrowed in asked.values()),
-        "late_returns": 0,
-    }
-
-
 def _mb(size: int) -> str:
     return f"{size / 1e6:.1f} MB"
 
