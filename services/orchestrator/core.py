@@ -255,7 +255,8 @@ class OrchestratorCore:
             return table
         known = plan.rebuilder if progress.part == "rebuilder" else plan.toggle
         if known == "none":
-            notes.append(Refuse(f"plan {plan.plan_id} has no part for the {progress.part}"))
+            # Not refused: an executor that was restarted may report a part that a newer view of the plan no longer has.
+            notes.append(Note("progress_stale", f"{progress.part} has no part in plan {plan.plan_id}", "debug"))
             return table
         if progress.report == "vetoed" and plan.stage == plans.APPLYING:
             # It crossed the cut epoch. The newer target that it heralds will undo what has to be undone.
