@@ -28,7 +28,7 @@ import msgspec
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message, UndecodableMessage, decode, encode
 from messages.executors import ReconfigurationPlan
-from messages.ids import Epoch, Incarnation
+from messages.ids import Epoch, Incarnation, Zone
 from messages.monitor import DeadLetter
 from messages.orchestrator import TargetConfiguration, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
@@ -190,8 +190,12 @@ class Orchestrator:
                 with contextlib.suppress(UndecodableMessage):
                     fact = decode(delivery.data, kind)
                     newest[fact.worker] = max(newest.get(fact.worker, 0), fact.incarnation)
+        # An overlap worker may hold device memory that nobody knows of: its successor's launch ends it.
         rows = [
-            msgspec.structs.replace(row, incarnation=Incarnation(max(row.incarnation, newest[row.worker])))
+            msgspec.structs.replace(
+                row,
+                incarnation=Incarnation(max(row.incarnation, newest[row.worker] + (row.zone is Zone.OVERLAP))),
+            )
             for row in table.rows
             if row.worker in newest
         ]
