@@ -19,6 +19,22 @@ class Candidate(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
+class Incumbent(msgspec.Struct, frozen=True):
+    """What ran when a decision was made.
+
+    `survivors`: (prefill, decode) workers among the dedicated ones that keep their role, as the role table shows them;
+    `survivors_full`: the same with the overlap workers. None: no table was known.
+    """
+
+    mode: Mode
+    prefill: int
+    decode: int
+    colocated: int
+    borrow: bool
+    survivors: tuple[int, int] | None = None
+    survivors_full: tuple[int, int] | None = None
+
+
 # decision_engine -> monitor. Durable (EV). Key: decision_id.
 class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/1"):
     """Everything a decision was made from: it can be explained, and made again, from this alone."""
@@ -38,6 +54,17 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     forced: bool
     changed: bool
     reason: str
+    policy: str = "planner"  # `decision.policy`
+    impossible: str = ""  # why no disaggregated configuration can run; "": they can
+    running: Incumbent | None = None
+    lending: bool = False  # whether borrowing was considered at all
+    dedicated_workers: int = 0
+    overlap_workers: int = 0  # idle ones, that might be borrowed
+    remaining: int = 0  # R of eq. 7
+    toggle_s: float = 0.0  # T_toggle of eq. 7
+    return_s: float = 0.0  # the part of it that is the return
+    dedicated: Candidate | None = None  # chosen for the dedicated workers alone: T_ded of eq. 7
+    full: Candidate | None = None  # chosen for all: T_full; None where it was not asked for
 
 
 # toggle_manager -> monitor. Durable (EV). Key: batch.
@@ -62,3 +89,4 @@ class DeadLetter(Message, frozen=True, kw_only=True, tag="letter.dead/1"):
     reason: str
     size: int
     data: str
+    seq: int = 0  # its sequence in the stream; 0: it was a core message

@@ -19,6 +19,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prepare_ms: int
     apply_ms: int
     lease_ms: int
+    train_steps: int
     return_ms: int = 5000  # lent training GPUs are back so long after training asks, where the target names no time
     lending: bool = False  # overlap slots have a process from the start
     hold_ms: int = 500  # between a failed plan and the next growth: what is left of its group is killed meanwhile
@@ -44,6 +45,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             prepare_ms=job.timeouts.prepare_ms,
             apply_ms=job.timeouts.apply_ms,
             lease_ms=job.timeouts.lease_ms,
+            train_steps=job.pipeline.train_steps,
             return_ms=job.timeouts.return_ms,
             lending=job.decision.lending,
         )

@@ -81,13 +81,17 @@ def _urgent(table: RoleTable, members: Sequence[WorkerId], counts: Counts, leavi
     broken = any(row.stage is Stage.SWITCHING for row in survivors)
     # Those that the target drops without need serve on until their cut.
     staying = [row for row in table.rows if row.activity is Activity.ACTIVE and row.worker not in leaving]
-    if survivors and (broken or not serves(row.role for row in staying)):
+    useless = not serves(row.role for row in staying)
+    if survivors and (broken or useless):
         rows = [row for row in table.rows if row not in staying or row.worker in stay]
         return minimal_change(rows, [row.worker for row in survivors], fit(counts, len(survivors)))
     remove = [
         row.worker
         for row in table.rows
         if (row.worker in leaving and _survives(row))
+        or (
+            useless and row in staying and row.worker not in stay and _survives(row)
+        )  # it serves nothing, nobody wants it
         or row.stage is Stage.DRAINING
         or (row.stage is Stage.SWITCHING and row.worker not in stay)
     ]

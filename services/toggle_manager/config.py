@@ -20,6 +20,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     resume_ms: int  # a trainer that has not taken its GPUs by then is killed
     drain_ms: int
     kill_grace_ms: int
+    train_steps: int
 
     @classmethod
     def of(cls, job: JobFile) -> Config:
@@ -36,4 +37,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             resume_ms=job.timeouts.prepare_ms,
             drain_ms=job.timeouts.drain_ms,
             kill_grace_ms=job.timeouts.kill_grace_ms,
+            train_steps=job.pipeline.train_steps,
         )

@@ -58,6 +58,7 @@ from pearl_state.orders import (
     role_order,
     update_order,
 )
+from pearl_state.peers import wrong_batch, wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 from services.toggle_manager.config import Config
@@ -177,7 +178,9 @@ class ToggleManagerCore:
             case TrainingBegin() as begin:
                 state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
             case WeightsPublished() as snapshot:
-                if state.snapshot is None or snapshot.version > state.snapshot.version:
+                if problem := wrong_weights(snapshot, self.config.train_steps):
+                    effects = (Refuse(problem),)
+                elif state.snapshot is None or snapshot.version > state.snapshot.version:
                     state = msgspec.structs.replace(state, snapshot=snapshot)
             case TrainerReleased() as released:
                 state = self.on_trainer_released(state, released)
@@ -298,6 +301,8 @@ class ToggleManagerCore:
         )
 
     def on_step_finished(self, state: ToggleState, finished: StepFinished) -> tuple[ToggleState, Effects]:
+        if problem := wrong_batch(finished.batch, self.config.train_steps):
+            return state, (Refuse(problem),)
         if finished.batch <= state.finished_batch:
             return state, ()
         costs, effects = state.costs, ()
@@ -309,13 +314,14 @@ class ToggleManagerCore:
                 costs = msgspec.structs.replace(costs, plain_step_s=_average(costs.plain_step_s, took_ms / 1000))
             operation = "toggled_step" if state.toggled else "plain_step"
             effects = (_timed(operation, self.config.trainer or "", took_ms),)
-        return msgspec.structs.replace(
+        state = msgspec.structs.replace(
             state,
             finished_batch=finished.batch,
             costs=costs,
             last_step_ms=max(1, state.clock_ms),
             toggled=False,
-        ), effects
+        )
+        return state, effects
 
     def on_fact(self, state: ToggleState, fact: Fact) -> tuple[ToggleState, Effects]:
         if fact.worker == self.config.trainer and isinstance(fact, WorkerGone):
@@ -330,6 +336,8 @@ class ToggleManagerCore:
             if node_of(fact.worker) in self.config.nodes:
                 return state, ()  # the cluster rebuilder's
             return state, (Refuse(f"worker {fact.worker}: its node is not in the job file"),)
+        if problem := wrong_fact(state.table, None if state.snapshot is None else state.snapshot.version, fact):
+            return state, (Refuse(problem),)
         old = next((entry for entry in state.workers if entry.worker == fact.worker), None)
         new = learn(old, fact, state.clock_ms)
         if new == old:

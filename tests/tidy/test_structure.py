@@ -21,6 +21,7 @@ PURE = sorted(
         ROOT / "services/decision_engine/makespan.py",
         ROOT / "services/pipeline_scheduler/batches.py",
         ROOT / "services/preemption_feed/schedule.py",
+        ROOT / "services/rollout_worker/engines/kv_protocol.py",
         *(path for path in (ROOT / "messages").glob("*.py")),
     }
 )
@@ -28,7 +29,7 @@ IMPURE_MODULES = {"asyncio", "nats", "torch", "time", "random", "logging", "os",
 LIBRARIES = {"runtime", "models", "environments"}
 """Folders of services/ that any service may import: they are libraries, not actors."""
 SHARED_FILES = {"jobfile", "connect", "durable", "snapshot", "profile"}
-READERS = {"cli", "monitor", "supervisor", "simulator", "checker"}
+READERS = {"bench", "cli", "monitor", "supervisor", "simulator", "checker"}
 """May import other services: they put the system together, or show it."""
 
 
