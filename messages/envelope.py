@@ -6,13 +6,15 @@ rollout payloads (`Bulk`) are MessagePack maps with the same `kind` field. A rea
 apart by the first byte: a JSON object starts with `{` or white space, a MessagePack map never does.
 
 Decoding is in two stages: `kind_of` reads the tag only, then `decode` reads the body strictly. The
-three ways to fail are three exceptions, all `UndecodableMessage`, so that a receiver can dead-letter
-with a reason. Unknown fields are ignored (a newer sender may add defaulted ones).
+ways to fail are exceptions of their own, all `UndecodableMessage`, so that a receiver can dead-letter
+with a reason. Unknown fields are ignored (a newer sender may add defaulted ones). A receiver of a subject
+uses `messages.subjects.decode_on`, which also holds the message against the subject it came on.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, TypeVar
+import re
+from typing import Any, ClassVar, Final, TypeVar, cast
 
 import msgspec
 
@@ -33,8 +35,8 @@ class UndecodableMessage(ValueError):
     """A peer's message that cannot be read. `reason` says what is wrong and, where known, in which field."""
 
     def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
+        super().__init__(brief(reason))
+        self.reason = brief(reason)
 
 
 class NotAMessage(UndecodableMessage):
@@ -49,7 +51,19 @@ class BadBody(UndecodableMessage):
     """The kind is known, the body does not fit it."""
 
 
+class Misplaced(UndecodableMessage):
+    """The message is well-formed, but not one that its subject carries: whoever sent it may not say that."""
+
+
 M = TypeVar("M", bound="Message")
+
+LONGEST_REASON: Final = 300
+"""Characters of a reason: it quotes what a peer sent, and must fit into log lines and dead letters."""
+
+
+def brief(text: str, most: int = LONGEST_REASON) -> str:
+    """A peer's text, cut to what a log line bears."""
+    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text)} characters)"
 
 
 class _Envelope(msgspec.Struct, frozen=True):
@@ -123,9 +137,29 @@ def decode(data: bytes, *accepted: type[M]) -> M:
         if _is_json(data):
             if cls not in _decoders:
                 _decoders[cls] = msgspec.json.Decoder(cls)
-            return _decoders[cls].decode(data)
+            message = _decoders[cls].decode(data)
+            if _LONG_NUMBER.search(data) is not None and _has_long_integer(msgspec.json.decode(data)):
+                raise BadBody(f"{kind}: an integer beyond 64 bits")
+            return message
+        if not cls.bulk:
+            # MessagePack would let in what JSON cannot say: numbers that are none.
+            raise BadBody(f"{kind}: control messages are JSON")
         if cls not in _bulk_decoders:
             _bulk_decoders[cls] = msgspec.msgpack.Decoder(cls)
         return _bulk_decoders[cls].decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"{kind}: {error}") from error
+
+
+_LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")
+
+
+def _has_long_integer(value: object) -> bool:
+    """Whether decoded JSON holds an integer that no checkpoint could store (JSON itself knows no bound)."""
+    if isinstance(value, int):
+        return not -(1 << 63) <= value < 1 << 63
+    if isinstance(value, dict):
+        return any(_has_long_integer(each) for each in cast("dict[str, object]", value).values())
+    if isinstance(value, list):
+        return any(_has_long_integer(each) for each in cast("list[object]", value))
+    return False

@@ -49,3 +49,4 @@ class DeadLetter(Message, frozen=True, kw_only=True, tag="letter.dead/1"):
     reason: str
     size: int
     data: str
+    seq: int = 0  # its sequence in the stream; 0: it was a core message

@@ -20,7 +20,7 @@ and its de-duplication id follow from the message alone (`route_of`), so that no
 from __future__ import annotations
 
 import re
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -39,7 +39,7 @@ from messages import (
     toggle_manager,
     trainer,
 )
-from messages.envelope import Message, tag_of
+from messages.envelope import Message, Misplaced, decode, tag_of
 
 JOB_NAME: Final = re.compile(r"[a-z0-9][a-z0-9-]{0,31}")
 """A job's name: one subject token, and a legal part of stream and bucket names."""
@@ -156,6 +156,25 @@ def subject_of(job: str, message: Message) -> str:
     if route.family in ("ev", "tel"):
         return f"pearl.{job}.{route.family}.{noun_verb(type(message))}.{key}"
     return f"pearl.{job}.{route.family}.{key}"
+
+
+M = TypeVar("M", bound=Message)
+
+
+def decode_on(job: str, subject: str, data: bytes, *accepted: type[M]) -> M:
+    """Decode what arrived on a subject. Raises what `decode` raises, and `Misplaced`.
+
+    Permissions are given by subject: without this, whoever may say one kind of event could say any other in its place.
+    Replies go where the request said, and a cancellation has its worker in the subject only: these are not held against it.
+    """
+    message = decode(data, *accepted)
+    route = ROUTES[type(message)]
+    if route.family == "reply" or isinstance(message, rollout_worker.CancelRequest):
+        return message
+    expected = subject_of(job, message)
+    if expected != subject:
+        raise Misplaced(f"{tag_of(type(message))} belongs on {expected}, not here")
+    return message
 
 
 def message_id(message: Message) -> str | None:

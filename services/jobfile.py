@@ -56,6 +56,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     name: str
     zone: Zone  # reserved | preemptible | training
     gpus: PositiveInt
+    address: str = "127.0.0.1"  # where workers of other nodes reach this one's, to fetch KV; also what those listen on
 
 
 class RolloutSection(_Section, frozen=True, kw_only=True):
@@ -102,7 +103,6 @@ class TrainingSection(_Section, frozen=True, kw_only=True):
     grad_clip: PositiveFloat = 1.0
     weight_decay: NonNegativeFloat = 0.0
     keep_snapshots: PositiveInt = 4
-    checkpoint_every: PositiveInt = 1
 
 
 class EnvironmentSection(_Section, frozen=True, kw_only=True):

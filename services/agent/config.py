@@ -22,6 +22,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_new_tokens: int  # a turn
     max_context_tokens: int
     environment_timeout_s: float
+    newest_version: int  # the policy after the last train step
 
     @staticmethod
     def of(job: JobFile) -> Config:
@@ -36,4 +37,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             max_new_tokens=job.pipeline.max_new_tokens,
             max_context_tokens=job.pipeline.max_context_tokens,
             environment_timeout_s=job.environment.timeout_s,
+            newest_version=job.pipeline.train_steps,
         )

@@ -20,11 +20,11 @@ from typing import Final, Protocol, TypeVar
 import msgspec
 
 from messages.agent import RequestInterrupted, RolloutTask, TurnFinished
-from messages.envelope import UndecodableMessage, decode, encode
+from messages.envelope import UndecodableMessage, encode
 from messages.ids import PolicyVersion, RequestId
 from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.runtime_tracker import RequestFinished
-from messages.subjects import message_id, stream_of, subject_of
+from messages.subjects import decode_on, message_id, stream_of, subject_of
 from services.agent.config import Config
 from services.agent.request import Interruption, OnInterruption, Reply, RequestFailedError, RequestSpec
 from services.environments.base import Environment, StepResult, Tokenizer
@@ -134,7 +134,7 @@ class Episode:
             return False
         self._end_seq = last.seq
         try:
-            return decode(last.data, TrajectoryCompleted).retry >= self._task.retry
+            return decode_on(self._config.job, last.subject, last.data, TrajectoryCompleted).retry >= self._task.retry
         except UndecodableMessage:
             return False  # not for an agent to judge; the guard still holds
 
@@ -146,7 +146,7 @@ class Episode:
         async for delivery in self._bus.read(stream, f"pearl.{self._config.job}.journal.{self._task.trajectory}"):
             self._journal_seq = delivery.seq
             try:
-                record = decode(delivery.data, TurnFinished, RequestInterrupted)
+                record = decode_on(self._config.job, delivery.subject, delivery.data, TurnFinished, RequestInterrupted)
             except UndecodableMessage:
                 continue
             if isinstance(record, TurnFinished) and record.retry == self._task.retry:

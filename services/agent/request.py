@@ -35,6 +35,7 @@ from services.agent.request_state import (
     is_lost,
 )
 from services.runtime.bus import Bus, BusUnavailable, Delivery, NoReply, Subscription
+from services.runtime.log import get_logger
 
 __all__ = ["Interruption", "OnInterruption", "Reply", "RequestEdge", "RequestFailedError", "RequestSpec"]
 
@@ -42,6 +43,9 @@ ASSIGN_TIMEOUT_S: Final = 2.0
 """A router answers within milliseconds; one that died with the question in hand is asked again after this."""
 GONE_GRACE_S: Final = 0.02
 """A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
+
+
+log = get_logger("agent")
 
 
 class RequestFailedError(Exception):
@@ -181,8 +185,11 @@ class RequestEdge:
     def _on_delivery(self, delivery: Delivery) -> None:
         try:
             chunk = decode(delivery.data, TokenChunk)
-        except UndecodableMessage:
+        except UndecodableMessage as error:
             self.undecodable += 1
+            if self.undecodable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood is told of, not copied
+                text = f"refused a message on {delivery.subject} ({self.undecodable} so far): {error.reason}"
+                log.warning(text, action="chunk_refused")
             return
         running = self._running.get(chunk.request)
         if running is None:

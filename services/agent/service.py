@@ -10,14 +10,13 @@ progress reports well within its acknowledgement wait, and given back at once wh
 from __future__ import annotations
 
 import asyncio
-import base64
+import math
 import secrets
 from typing import Final
 
 from messages.agent import RolloutTask
-from messages.envelope import UndecodableMessage, decode, encode
-from messages.monitor import DeadLetter
-from messages.subjects import stream_of, subject_of
+from messages.envelope import UndecodableMessage, brief, encode
+from messages.subjects import TOKEN, decode_on, stream_of, subject_of
 from pearl_state.watch import Replica
 from services.agent.config import PROGRESS_SHARE, Config
 from services.agent.episode import Episode, SupersededError
@@ -26,13 +25,13 @@ from services.connect import connect
 from services.environments.loading import environment_factory, load_tokenizer
 from services.jobfile import JobFile
 from services.runtime.bus import Bus, BusError, Consumer, Delivery
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 FETCH_S: Final = 1.0
 """Longest wait for a task; also how late a stop may be seen."""
 RETRY_S: Final = 1.0
 """A task whose episode met a bus that was away is offered again after this."""
-DEAD_LETTER_BYTES: Final = 512
 
 log = get_logger("agent")
 
@@ -98,9 +97,13 @@ class Agent:
 
     async def _begin(self, consumer: Consumer, group: asyncio.TaskGroup, delivery: Delivery) -> None:
         try:
-            task = decode(delivery.data, RolloutTask)
+            task = decode_on(self.config.job, delivery.subject, delivery.data, RolloutTask)
         except UndecodableMessage as error:
             await self._refuse(consumer, delivery, error.reason)
+            return
+        problem = problem_of(task, self.config)
+        if problem:
+            await self._refuse(consumer, delivery, problem)
             return
         key = (task.trajectory, task.retry)
         held = self._held.get(key)
@@ -155,14 +158,8 @@ class Agent:
                     break
 
     async def _refuse(self, consumer: Consumer, delivery: Delivery, reason: str) -> None:
-        log.warning(reason, action="dead_letter", subject=delivery.subject)
-        letter = DeadLetter(
-            subject=delivery.subject,
-            receiver="agent",
-            reason=reason,
-            size=len(delivery.data),
-            data=base64.b64encode(delivery.data[:DEAD_LETTER_BYTES]).decode(),
-        )
+        letter = dead_letter("agent", delivery.subject, delivery.data, reason, delivery.seq)
+        log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
         try:
             await self._bus.publish_durable(
                 subject_of(self.config.job, letter), encode(letter), msg_id=f"agent:{delivery.subject}:{delivery.seq}"
@@ -170,6 +167,19 @@ class Agent:
             await consumer.term(delivery)
         except BusError as error:
             log.warning(str(error), action="dead_letter_lost")
+
+
+def problem_of(task: RolloutTask, config: Config) -> str:
+    """What makes a readable task senseless, or ""."""
+    if not TOKEN.fullmatch(task.trajectory) or not TOKEN.fullmatch(task.group):
+        return f"trajectory {brief(task.trajectory, 64)!r} or group {brief(task.group, 64)!r} is no name"
+    if not 0 <= task.batch <= config.newest_version or task.retry < 0:
+        return f"batch {task.batch}, retry {task.retry}: the job has batches 0 to {config.newest_version - 1}"
+    if not 0 <= task.min_version <= task.batch:
+        return f"min_version {task.min_version} of batch {task.batch}: no such version can serve it"
+    if not (math.isfinite(task.temperature) and task.temperature >= 0):
+        return f"temperature {task.temperature} is not a finite number from 0"
+    return ""
 
 
 async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:

@@ -6,6 +6,7 @@ journal, then the workers' logs. So a run can be checked while it goes on.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -15,8 +16,9 @@ import msgspec
 
 from messages.agent import AttemptLogged, RequestInterrupted, TurnFinished
 from messages.envelope import MAX_MESSAGE_BYTES, Message, UndecodableMessage, decode
+from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
-from messages.subjects import event_subject, stream
+from messages.subjects import decode_on, event_subject, stream
 from services.checker.core import Expected, Journalled, Report, Violation
 from services.checker.core import check as judge
 from services.jobfile import JobFile
@@ -24,6 +26,11 @@ from services.runtime.bus import Bus
 
 LENGTH = struct.Struct(">I")
 """Before each frame of an attempt log: its length in bytes, big-endian."""
+
+JUDGE = "pipeline_scheduler"
+"""It decides which ends and train steps count."""
+STRAYS_NAMED = 20
+"""Messages that are no record of the run, named in the report; all are counted."""
 
 M = TypeVar("M", bound=Message)
 
@@ -35,20 +42,25 @@ class TornLogError(ValueError):
 async def check(bus: Bus, job: JobFile) -> Report:
     """Check a job's run as far as it has come. Raises BusError, OSError.
 
-    Records that cannot be read are violations like any other.
+    What cannot be read, or was refused by the one it was for, is no record of the run: it is counted, and whatever should
+    have been there in its place is missing. Only a broken attempt log is a violation by itself.
     """
     unread: list[Violation] = []
+    strays: list[str] = []
     name = job.job.name
+    refused = await refused_events(bus, name, JUDGE)
     ev, kept = stream(name, "ev"), stream(name, "journal")
-    batches = [m async for _, m in _messages(bus, ev, event_subject(name, BatchReady), unread, BatchReady)]
-    steps = [m async for _, m in _messages(bus, ev, event_subject(name, StepFinished), unread, StepFinished)]
-    ends = [
-        m async for _, m in _messages(bus, ev, event_subject(name, TrajectoryCompleted), unread, TrajectoryCompleted)
-    ]
+
+    async def events(kind: type[M]) -> list[M]:
+        found = [found async for found in _messages(bus, name, ev, event_subject(name, kind), strays, kind)]
+        strays.extend(f"{ev} {seq}: refused" for seq, _ in found if seq in refused)
+        return [message for seq, message in found if seq not in refused]
+
+    batches, steps, ends = await events(BatchReady), await events(StepFinished), await events(TrajectoryCompleted)
     journal = [
         Journalled(seq, record)
         async for seq, record in _messages(
-            bus, kept, f"pearl.{name}.journal.*", unread, TurnFinished, RequestInterrupted
+            bus, name, kept, f"pearl.{name}.journal.*", strays, TurnFinished, RequestInterrupted
         )
     ]
     attempts, files = read_attempt_logs(job.run_dir / "attempts", unread)
@@ -71,7 +83,9 @@ async def check(bus: Bus, job: JobFile) -> Report:
         batches=batches,
         steps=steps,
     )
-    return msgspec.structs.replace(report, violations=(*unread, *report.violations))
+    return msgspec.structs.replace(
+        report, strays=len(strays), stray=tuple(strays[:STRAYS_NAMED]), violations=(*unread, *report.violations)
+    )
 
 
 def read_attempt_logs(folder: Path, unread: list[Violation]) -> tuple[list[AttemptLogged], int]:
@@ -102,13 +116,22 @@ def frames(data: bytes) -> Iterator[AttemptLogged]:
             raise TornLogError(f"byte {begin}: {error.reason}") from error
 
 
+async def refused_events(bus: Bus, name: str, receiver: str = "*") -> set[int]:
+    """Sequences in the event stream of what a receiver (by default any) refused. Raises BusError."""
+    found: set[int] = set()
+    async for delivery in bus.read(stream(name, "dead"), f"pearl.{name}.dead.{receiver}"):
+        with contextlib.suppress(UndecodableMessage):
+            letter = decode_on(name, delivery.subject, delivery.data, DeadLetter)
+            if letter.seq and letter.subject.startswith(f"pearl.{name}.ev."):
+                found.add(letter.seq)
+    return found
+
+
 async def _messages(
-    bus: Bus, stream_name: str, subject: str, unread: list[Violation], *kinds: type[M]
+    bus: Bus, name: str, stream_name: str, subject: str, strays: list[str], *kinds: type[M]
 ) -> AsyncIterator[tuple[int, M]]:
     async for delivery in bus.read(stream_name, subject):
         try:
-            yield delivery.seq, decode(delivery.data, *kinds)
+            yield delivery.seq, decode_on(name, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage as error:
-            unread.append(
-                Violation("unreadable", f"{stream_name} {delivery.seq} on {delivery.subject}: {error.reason}")
-            )
+            strays.append(f"{stream_name} {delivery.seq} on {delivery.subject}: {error.reason}")

@@ -67,6 +67,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     staleness_max: int  # of any token in a batch; 0 if there is none
     batches: int
     trained: int
+    strays: int = 0  # messages in the run's streams that cannot be read or were refused: no record of anything
+    stray: tuple[str, ...] = ()  # the first of them
     violations: tuple[Violation, ...] = ()
 
     @property

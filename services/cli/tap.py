@@ -51,7 +51,7 @@ def describe(delivery: Delivery) -> dict[str, object]:
         cls = messages.envelope.registry().get(kind)
         body: object = msgspec.json.decode(delivery.data) if cls is None else decode(delivery.data, cls)
         return {"subject": delivery.subject, "at_ms": delivery.at_ms, "message": body}
-    except (UndecodableMessage, msgspec.MsgspecError) as error:
+    except (UndecodableMessage, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         data = base64.b64encode(delivery.data[:256]).decode()
         return {"subject": delivery.subject, "at_ms": delivery.at_ms, "undecodable": str(error), "data": data}
 

@@ -17,6 +17,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prepare_ms: int
     drain_ms: int
     kill_grace_ms: int
+    train_steps: int
 
     @classmethod
     def of(cls, job: JobFile) -> Config:
@@ -27,4 +28,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             prepare_ms=job.timeouts.prepare_ms,
             drain_ms=job.timeouts.drain_ms,
             kill_grace_ms=job.timeouts.kill_grace_ms,
+            train_steps=job.pipeline.train_steps,
         )

@@ -41,6 +41,7 @@ from pearl_state.orders import (
     role_order,
     update_order,
 )
+from pearl_state.peers import wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.cluster_rebuilder.config import Config
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
@@ -115,7 +116,7 @@ class ClusterRebuilderCore:
             case ReconfigurationPlan() as plan:
                 effects = self.on_plan(state, plan)
             case WeightsPublished() as snapshot:
-                state = self.on_weights_published(state, snapshot)
+                state, effects = self.on_weights_published(state, snapshot)
             case NodeUp() as node:
                 state, effects = self.on_node_up(state, node)
             case WorkerReady() | WeightsApplied() | WorkerDrained() | RoleSet() | WorkerGone() as fact:
@@ -150,12 +151,13 @@ class ClusterRebuilderCore:
             return (Note("plan_awaits_table", f"plan {plan.plan_id} waits for table epoch {plan.epoch}", "debug"),)
         return ()
 
-    def on_weights_published(self, state: RebuilderState, snapshot: WeightsPublished) -> RebuilderState:
+    def on_weights_published(self, state: RebuilderState, snapshot: WeightsPublished) -> tuple[RebuilderState, Effects]:
+        if problem := wrong_weights(snapshot, self.config.train_steps):
+            return state, (Refuse(problem),)
         if state.snapshot is not None and snapshot.version <= state.snapshot.version:
-            return state
-        return msgspec.structs.replace(
-            state, snapshot=snapshot, snapshots_since_ms=state.snapshots_since_ms or max(1, state.clock_ms)
-        )
+            return state, ()
+        since_ms = state.snapshots_since_ms or max(1, state.clock_ms)
+        return msgspec.structs.replace(state, snapshot=snapshot, snapshots_since_ms=since_ms), ()
 
     def on_node_up(self, state: RebuilderState, node: NodeUp) -> tuple[RebuilderState, Effects]:
         """A node agent that just started missed the commands given before: give them again at once."""
@@ -174,6 +176,8 @@ class ClusterRebuilderCore:
             if node_of(fact.worker) in self.config.nodes:
                 return state, ()  # an overlap worker's or a trainer's
             return state, (Refuse(f"worker {fact.worker}: its node is not in the job file"),)
+        if problem := wrong_fact(state.table, None if state.snapshot is None else state.snapshot.version, fact):
+            return state, (Refuse(problem),)
         old = _find(state, fact.worker)
         new = learn(old, fact, state.clock_ms)
         if new == old:

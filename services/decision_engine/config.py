@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
+from messages.ids import WorkerId
 from services.decision_engine.choose import Policy
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
 from services.profile import cold_start
 
 TOGGLE_GUESS_S = 10.0
@@ -18,6 +19,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: Policy
     cold_start: WorkloadProfile
+    workers: frozenset[WorkerId] | None = None  # every rollout slot of the job; None: not judged
+    train_steps: int = 1 << 31
     lending: bool = False
     toggle_guess_s: float = TOGGLE_GUESS_S
 
@@ -34,5 +37,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 impossible="" if section.disaggregation else f"engine {job.rollout.engine} does not disaggregate yet",
             ),
             cold_start=cold_start(job),
+            workers=frozenset(slot.worker for slot in rollout_slots(job)),
+            train_steps=job.pipeline.train_steps,
             lending=section.lending,
         )

@@ -5,16 +5,23 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import BatchProgress, BudgetChanged, WorkloadProfile
-from messages.envelope import Message, tag_of
+from messages.envelope import Message, brief, tag_of
 from messages.ids import Activity, DecisionId, Mode, Role, Stage, WorkerId, Zone
 from messages.monitor import DecisionRecord
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable
+from pearl_state.peers import wrong_batch
 from services.decision_engine.choose import Choice, Running, choose
 from services.decision_engine.config import Config
 from services.decision_engine.makespan import borrowing_pays
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
+
+MOST_BUDGETS_AHEAD = 100_000
+"""Budgets that may have left the stream unseen while this service was down; a number beyond would make all later
+ones look old."""
+MOST_SECONDS = 1e6
+"""No operation takes eleven days."""
 
 
 class Placed(msgspec.Struct, frozen=True):
@@ -72,12 +79,25 @@ class DecisionEngineCore:
         slots = (*budget.dedicated, *budget.overlap)
         if len(set(slots)) != len(slots):
             return state, (Refuse(f"budget {budget.budget_id} lists a worker twice"),)
+        known = self.config.workers
+        named = (*slots, *(leave.worker for leave in budget.leaving))
+        strangers = [] if known is None else sorted(worker for worker in named if worker not in known)
+        if strangers:
+            return state, (
+                Refuse(f"budget {budget.budget_id} names {brief(strangers[0], 80)}, no slot of the job file"),
+            )
+        if state.budget is not None and budget.budget_id > state.budget.budget_id + MOST_BUDGETS_AHEAD:
+            return state, (Refuse(f"budget {budget.budget_id} after {state.budget.budget_id}: ids rise one by one"),)
+        if wrong := wrong_batch(budget.training_batch or 0, self.config.train_steps):
+            return state, (Refuse(f"budget {budget.budget_id}: {wrong}"),)
         return self._decide(msgspec.structs.replace(state, budget=budget), answer=True)
 
     def on_profile(self, state: State, profile: WorkloadProfile) -> tuple[State, Effects]:
         """Better knowledge of the workload; a decision only where it changes the choice."""
-        problem = problem_of(profile)
-        if problem is not None:
+        problem = (
+            problem_of(profile) or _wrong_costs(profile) or wrong_batch(profile.train_step, self.config.train_steps)
+        )
+        if problem:
             return state, (Refuse(f"{tag_of(WorkloadProfile)} of train step {profile.train_step}: {problem}"),)
         if state.profile is not None and profile.train_step <= state.profile.train_step:
             return state, ()
@@ -85,7 +105,9 @@ class DecisionEngineCore:
 
     def on_progress(self, state: State, progress: BatchProgress) -> tuple[State, Effects]:
         """How much of the batch is left, which is what borrowing depends on (eq. 7)."""
-        if progress.size < 1 or min(progress.done, progress.remaining) < 0:
+        if wrong := wrong_batch(progress.batch, self.config.train_steps):
+            return state, (Refuse(wrong),)
+        if progress.size < 1 or min(progress.done, progress.remaining) < 0 or progress.done > progress.size:
             return state, (Refuse(f"progress of batch {progress.batch} counts {progress.done} of {progress.size}"),)
         if state.progress is not None and (progress.batch, progress.done) <= (
             state.progress.batch,
@@ -187,6 +209,11 @@ class DecisionEngineCore:
         if "activate" not in profile.costs or "deactivate" not in profile.costs:
             return self.config.toggle_guess_s
         return profile.costs["activate"] + profile.costs["deactivate"]
+
+
+def _wrong_costs(profile: WorkloadProfile) -> str:
+    wrong = next((name for name, cost in sorted(profile.costs.items()) if not 0 <= cost < MOST_SECONDS), None)
+    return "" if wrong is None else f"{brief(wrong, 40)} costs {profile.costs[wrong]} s"
 
 
 def describe(target: TargetConfiguration) -> str:

@@ -7,8 +7,6 @@ import msgspec
 from messages.ids import NodeId, Zone
 from services.jobfile import JobFile, Slot, rollout_slots
 
-MOST_NOTICE_MS = 24 * 3600 * 1000
-"""A longer notice is refused: no provider gives a day, so it is a unit mistake."""
 KEEP_LEAVING_MS = 60_000
 """A lost slot stays in `leaving` for so long past its deadline, so that a late reader still learns of it."""
 
@@ -26,7 +24,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     nodes: dict[NodeId, NodeInfo]
     slots: tuple[Slot, ...]
     coalesce_ms: int
-    most_notice_ms: int = MOST_NOTICE_MS
+    train_steps: int
     keep_leaving_ms: int = KEEP_LEAVING_MS
 
     @staticmethod
@@ -35,4 +33,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             nodes={NodeId(node.name): NodeInfo(node.zone, node.gpus) for node in job.nodes},
             slots=rollout_slots(job),
             coalesce_ms=job.timeouts.coalesce_ms,
+            train_steps=job.pipeline.train_steps,
         )

@@ -11,8 +11,9 @@ import msgspec
 
 from messages.decision_engine import BudgetChanged, Leave
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp, TrainingBegin, TrainingFinished
-from messages.envelope import Message
+from messages.envelope import Message, brief
 from messages.ids import Gpu, NodeId, Zone
+from pearl_state.peers import wrong_batch, wrong_capacity
 from services.elastic_scheduler.config import Config
 from services.jobfile import Slot
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
@@ -75,13 +76,10 @@ class ElasticSchedulerCore:
 
     def on_available(self, state: State, message: GpuAvailable, now_ms: int) -> tuple[State, Effects]:
         """GPUs arrive, or a reclaim is taken back before its deadline. Those already available stay so."""
-        wrong = self._wrong_gpus(message.node, message.gpus)
+        wrong = self._wrong(message)
         if wrong:
             return state, (Refuse(wrong),)
-        zone = self.config.nodes[message.node].zone
-        if zone is Zone.TRAINING:
-            return state, (Refuse(f"node {message.node} is a training node: training notifications govern its GPUs"),)
-        if zone is Zone.RESERVED:
+        if self.config.nodes[message.node].zone is Zone.RESERVED:
             return state, ()
         gpus = {Gpu(message.node, index) for index in message.gpus}
         new = gpus.difference(state.available)
@@ -100,12 +98,9 @@ class ElasticSchedulerCore:
 
     def on_reclaimed(self, state: State, message: GpuReclaimed, now_ms: int) -> tuple[State, Effects]:
         """GPUs are taken. A second reclaim of the same GPUs may only bring their deadline forward."""
-        wrong = self._wrong_gpus(message.node, message.gpus) or self._wrong_notice(message.notice_ms)
+        wrong = self._wrong(message)
         if wrong:
             return state, (Refuse(wrong),)
-        zone = self.config.nodes[message.node].zone
-        if zone is not Zone.PREEMPTIBLE:
-            return state, (Refuse(f"node {message.node} is {zone}: only preemptible GPUs are reclaimed"),)
         gpus = {Gpu(message.node, index) for index in message.gpus}
         taken = gpus.intersection(state.available)
         remembered = self._remembered(state, now_ms)
@@ -148,8 +143,8 @@ class ElasticSchedulerCore:
 
     def on_training_begin(self, state: State, message: TrainingBegin, now_ms: int) -> tuple[State, Effects]:
         """Training wants its GPUs back: overlap slots are no longer usable."""
-        if message.batch < 0:
-            return state, (Refuse(f"batch {message.batch} is negative"),)
+        if wrong := wrong_batch(message.batch, self.config.train_steps):
+            return state, (Refuse(wrong),)
         if message.batch <= state.trained or (
             state.training_batch is not None and message.batch <= state.training_batch
         ):
@@ -159,12 +154,15 @@ class ElasticSchedulerCore:
 
     def on_training_finished(self, state: State, message: TrainingFinished, now_ms: int) -> tuple[State, Effects]:
         """Training is idle again, unless a later batch has begun since."""
-        if message.batch < 0:
-            return state, (Refuse(f"batch {message.batch} is negative"),)
+        if wrong := wrong_batch(message.batch, self.config.train_steps):
+            return state, (Refuse(wrong),)
         if message.batch <= state.trained:
             return state, ()
+        begun = state.training_batch
+        if begun is None or message.batch > begun:
+            return state, (Refuse(f"training of batch {message.batch} is said to be finished and has not begun"),)
         state = msgspec.structs.replace(state, trained=message.batch)
-        if state.training_batch is None or state.training_batch > message.batch:
+        if begun > message.batch:
             return state, ()
         state = msgspec.structs.replace(state, training_batch=None)
         return self._emit(_because(state, f"training.finished {message.batch}"), now_ms)
@@ -221,26 +219,12 @@ class ElasticSchedulerCore:
         keep_ms = self.config.keep_leaving_ms
         return tuple(lost for lost in state.lost if max(lost.deadline_ms, lost.heard_ms) + keep_ms > now_ms)
 
-    def _wrong_gpus(self, node_id: NodeId, gpus: tuple[int, ...]) -> str:
-        node = self.config.nodes.get(node_id)
-        if node is None:
-            return self._unknown_node(node_id)
-        if not gpus:
-            return f"no GPU of node {node_id} is named"
-        strangers = sorted(index for index in set(gpus) if not 0 <= index < node.gpus)
-        if strangers:
-            return f"node {node_id} has no GPU {strangers[0]}: its GPUs are 0 to {node.gpus - 1}"
-        return ""
-
-    def _wrong_notice(self, notice_ms: int) -> str:
-        if notice_ms < 0:
-            return f"notice_ms = {notice_ms} is negative: use 0 for GPUs that are gone already"
-        if notice_ms > self.config.most_notice_ms:
-            return f"notice_ms = {notice_ms} is longer than a day: it is in milliseconds"
-        return ""
+    def _wrong(self, event: GpuAvailable | GpuReclaimed) -> str:
+        node = self.config.nodes.get(event.node)
+        return self._unknown_node(event.node) if node is None else wrong_capacity(event, node.zone, node.gpus)
 
     def _unknown_node(self, node_id: NodeId) -> str:
-        return f"node {node_id!r} is not in the job file, which has {', '.join(sorted(self.config.nodes)) or 'none'}"
+        return f"node {brief(node_id, 80)!r} is not in the job file, which has {', '.join(sorted(self.config.nodes)) or 'none'}"
 
 
 def _usable(slot: Slot, available: frozenset[Gpu]) -> bool:

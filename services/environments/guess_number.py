@@ -20,15 +20,17 @@ WORDS: Final = ("<pad>", "<bos>", "<eos>", "higher", "lower", "correct", "wrong"
 class GuessNumber:
     """One number between 1 and `numbers`, `guesses` tries. Reward 1 when found, else 0.
 
-    Uninformative actions (no number, or one out of range) cost a guess and are answered "invalid". Raises ConfigError.
+    The last word of an action is the guess; `thoughts` words may come before it, and mean what the policy makes of them.
+    An action that does not end in a number of the range costs a guess and is answered "invalid". Raises ConfigError.
     """
 
     replayable: ClassVar[bool] = True
 
-    def __init__(self, numbers: int = NUMBERS, guesses: int = GUESSES) -> None:
-        if numbers < 2 or guesses < 1:
+    def __init__(self, numbers: int = NUMBERS, guesses: int = GUESSES, thoughts: int = 0) -> None:
+        if numbers < 2 or guesses < 1 or thoughts < 0:
             raise ConfigError(
-                f"environment.options: numbers = {numbers} must be at least 2 and guesses = {guesses} at least 1"
+                f"environment.options: numbers = {numbers} must be at least 2, guesses = {guesses} at least 1, "
+                f"thoughts = {thoughts} at least 0"
             )
         self._numbers = numbers
         self._guesses = guesses
@@ -42,10 +44,11 @@ class GuessNumber:
         return "<bos>"
 
     async def step(self, action: str) -> StepResult:
-        """Judge the first number in the action."""
+        """Judge the last word of the action."""
         assert self._left > 0, "the episode is over"
         self._left -= 1
-        guess = next((int(word) for word in action.split() if word.isdecimal()), None)
+        last = (action.split() or [""])[-1]
+        guess = int(last) if last.isdecimal() else None
         if guess == self._secret:
             return StepResult(observation="correct", reward=1.0, done=True)
         if self._left == 0:
@@ -59,14 +62,14 @@ class GuessNumber:
 
 
 class GuessTokenizer:
-    """One token a word: `WORDS`, then the numbers from 1. A turn ends at a number, as at `<eos>`."""
+    """One token a word: `WORDS`, then the numbers from 1. Without `thoughts` a turn ends at a number, as at `<eos>`."""
 
-    def __init__(self, numbers: int = NUMBERS) -> None:
+    def __init__(self, numbers: int = NUMBERS, thoughts: int = 0) -> None:
         self._words = (*WORDS, *(str(number) for number in range(1, numbers + 1)))
         self._ids = {word: index for index, word in enumerate(self._words)}
         self.eos_id = self._ids["<eos>"]
         self.vocab_size = len(self._words)
-        self.stop_ids = [self.eos_id, *range(len(WORDS), self.vocab_size)]
+        self.stop_ids = [self.eos_id, *(() if thoughts else range(len(WORDS), self.vocab_size))]
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words of a text, which must all be known."""

@@ -119,6 +119,8 @@ class Board:
         return sum(self.rates.values())
 
     def _on_heartbeat(self, at_ms: int, message: WorkerHeartbeat) -> None:
+        if self.table is not None and self.table.row(message.worker) is None:
+            return
         window = self._windows.setdefault(f"{message.worker}.{message.incarnation}", deque())
         window.append((at_ms, message.decode_tokens))
         while window and at_ms - window[0][0] > RATE_WINDOW_MS:

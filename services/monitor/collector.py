@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from messages.envelope import Message, UndecodableMessage, decode
+from messages.envelope import Message, UndecodableMessage
 from messages.runtime_tracker import WorkerHeartbeat
-from messages.subjects import stream, telemetry_subject
+from messages.subjects import decode_on, stream, telemetry_subject
 from pearl_state.model import RoleTable
 from pearl_state.watch import Replica
 from services.monitor.board import KINDS, Board
@@ -60,7 +60,7 @@ class Collector:
 
     def _take_delivery(self, delivery: Delivery, kinds: tuple[type[Message], ...]) -> None:
         try:
-            message = decode(delivery.data, *kinds)
+            message = decode_on(self._job, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage:
             return
         self._take(delivery.at_ms, message)

@@ -13,14 +13,14 @@ from rich.console import Console
 from rich.table import Table
 
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
-from messages.envelope import Message, UndecodableMessage, decode
+from messages.envelope import Message, UndecodableMessage
 from messages.executors import ReconfigurationPlan
 from messages.ids import Mode
 from messages.monitor import DecisionRecord
 from messages.orchestrator import PlanProgress, TargetConfiguration
 from messages.pipeline_scheduler import Evaluated, StepFinished
-from messages.subjects import stream
-from services.checker.collect import check
+from messages.subjects import decode_on, stream
+from services.checker.collect import check, refused_events
 from services.checker.core import Report
 from services.environments.loading import load_class
 from services.jobfile import JobFile
@@ -91,6 +91,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
                 "lost_with_edge": checked.lost_with_edge,
             },
             "staleness_max": checked.staleness_max,
+            "strays": checked.strays,
             "violations": [str(violation) for violation in checked.violations],
             "plans": self.plans,
             "preemptions": self.preemptions,
@@ -107,11 +108,14 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
 async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall_s: float) -> DemoReport:
     """Read the whole event stream and let the checker read journals and attempt logs."""
     events: list[Message] = []
+    refused = await refused_events(bus, job.job.name)
     async for delivery in bus.read(stream(job.job.name, "ev"), f"pearl.{job.job.name}.ev.>"):
         try:
-            events.append(decode(delivery.data, *KINDS))
+            event = decode_on(job.job.name, delivery.subject, delivery.data, *KINDS)
         except UndecodableMessage:
             continue
+        if delivery.seq not in refused:
+            events.append(event)
     steps = {event.batch: event for event in events if isinstance(event, StepFinished)}
     reclaims = [event for event in events if isinstance(event, GpuReclaimed)]
     return DemoReport(

@@ -1,6 +1,7 @@
 """The decision log: every decision record of the job, one JSON object a line, in `<run>/decisions.jsonl`.
 
-Owns: that file. Publishes nothing. Restarts where the file ends: a record is appended once.
+Owns: that file. Publishes nothing. Restarts where the file ends: a record is appended once. Some events are for people only
+(`UNHEARD`): one that cannot be read is no service's to dead-letter, so it is logged here.
 """
 
 from __future__ import annotations
@@ -10,13 +11,18 @@ import contextlib
 
 import msgspec
 
-from messages.envelope import UndecodableMessage, decode, encode
+from messages.envelope import Message, UndecodableMessage, decode, encode
 from messages.monitor import DecisionRecord
-from messages.subjects import event_subject, stream
+from messages.orchestrator import GpuFree
+from messages.pipeline_scheduler import BatchReady, Evaluated
+from messages.subjects import decode_on, event_subject, stream
 from services.connect import connect
 from services.jobfile import JobFile
+from services.runtime.log import get_logger
 
 POLL_S = 1.0
+UNHEARD: tuple[type[Message], ...] = (DecisionRecord, Evaluated, GpuFree, BatchReady)
+"""Events that no service consumes (the trainer reads a batch when it is told to train it)."""
 
 
 async def serve(job: JobFile, stop: asyncio.Event) -> None:
@@ -25,17 +31,23 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
     path = job.run_dir / "decisions.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     written = _written(path.read_bytes()) if path.exists() else set[str]()
-    seen = 0
+    seen: dict[type[Message], int] = dict.fromkeys(UNHEARD, 0)
+    name, logger = job.job.name, get_logger("monitor")
     try:
         while not stop.is_set():
             with path.open("ab") as log:
-                async for delivery in bus.read(
-                    stream(job.job.name, "ev"), event_subject(job.job.name, DecisionRecord), first_seq=seen + 1
-                ):
-                    seen = delivery.seq
-                    with contextlib.suppress(UndecodableMessage):
-                        record = decode(delivery.data, DecisionRecord)
-                        if record.decision_id not in written:
+                for kind in UNHEARD:
+                    async for delivery in bus.read(
+                        stream(name, "ev"), event_subject(name, kind), first_seq=seen[kind] + 1
+                    ):
+                        seen[kind] = delivery.seq
+                        try:
+                            record = decode_on(name, delivery.subject, delivery.data, kind)
+                        except UndecodableMessage as error:
+                            text = f"unreadable event on {delivery.subject}: {error.reason}"
+                            logger.warning(text, action="unreadable", seq=delivery.seq)
+                            continue
+                        if isinstance(record, DecisionRecord) and record.decision_id not in written:
                             log.write(encode(record) + b"\n")
                             written.add(record.decision_id)
             with contextlib.suppress(TimeoutError):

@@ -22,7 +22,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     """One node. Times in ms."""
 
     node: NodeId
+    zone: Zone
     gpus: int
+    gpus_of: dict[WorkerId, tuple[int, ...]]  # of every worker slot, and of the trainer
     workers: tuple[WorkerId, ...]  # every slot of the node, and the trainer's
     trainer: WorkerId | None  # the trainer that this agent keeps running, None if another node does
     threads: int
@@ -41,11 +43,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(f"--node {node}: the job file has no such node (it has {known})")
         first = next((section.name for section in job.nodes if section.zone is Zone.TRAINING), None)
         trainer = WorkerId(f"{node}-t0") if node == first else None
-        slots = [slot.worker for slot in rollout_slots(job) if slot.node == node]
+        slots = [slot for slot in rollout_slots(job) if slot.node == node]
+        gpus_of = {slot.worker: tuple(gpu.index for gpu in slot.gpus) for slot in slots}
+        if trainer is not None:
+            gpus_of[trainer] = tuple(range(section.gpus))
         return cls(
             node=NodeId(node),
+            zone=section.zone,
             gpus=section.gpus,
-            workers=(*slots, *(() if trainer is None else (trainer,))),
+            gpus_of=gpus_of,
+            workers=tuple(gpus_of),
             trainer=trainer,
             threads=job.rollout.threads,
             cpu_only=job.model.device == "cpu",

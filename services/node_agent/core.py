@@ -12,13 +12,18 @@ from __future__ import annotations
 import msgspec
 
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
-from messages.envelope import tag_of
+from messages.envelope import brief, tag_of
 from messages.ids import Incarnation, WorkerId
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import GpuFree, WorkerGone
-from messages.subjects import node_of
+from pearl_state.peers import wrong_capacity
 from services.node_agent.config import RESTART_FIRST_MS, RESTART_MOST_MS, STEADY_MS, Config
 from services.runtime.core import Input, Note, Refuse, Send, Tick
+
+MOST_GRACE_MS = 600_000
+"""A longer grace is no grace: the process would keep its GPUs."""
+MOST_UNSEEN = 10_000
+"""Incarnations that may have gone by without this agent (it was down); a number beyond fences the slot for ever."""
 
 # What the shell tells the core, beside messages and ticks.
 
@@ -207,15 +212,16 @@ class NodeAgentCore:
 
     def on_launch(self, state: NodeState, launch: Launch) -> tuple[NodeState, NodeEffects]:
         """Start an incarnation, once, after the one before it has ended. Repeated by its sender until it is ready."""
-        if node_of(launch.worker) != self.config.node:
-            return state, (Refuse(f"launch of {launch.worker} at node {self.config.node}"),)
-        if launch.service not in ("rollout_worker", "trainer"):
-            return state, (Refuse(f"launch of {launch.worker}: no service {launch.service!r}"),)
-        if not launch.gpus or not all(0 <= gpu < self.config.gpus for gpu in launch.gpus):
-            text = (
-                f"launch of {launch.worker} on GPUs {list(launch.gpus)}: node {self.config.node} has {self.config.gpus}"
+        if wrong := self._wrong_slot(state, launch.worker, launch.incarnation):
+            return state, (Refuse(f"launch of {wrong}"),)
+        expected = "trainer" if launch.worker == self.config.trainer else "rollout_worker"
+        if launch.service != expected:
+            return state, (
+                Refuse(f"launch of {launch.worker}: it is a {expected}, not a {brief(launch.service, 40)!r}"),
             )
-            return state, (Refuse(text),)
+        gpus = self.config.gpus_of[launch.worker]
+        if launch.gpus != gpus:
+            return state, (Refuse(f"launch of {launch.worker} on other GPUs than its {list(gpus)}"),)
         fence = _fence_of(state, launch.worker)
         if state.stopping or (fence is not None and launch.incarnation <= fence.incarnation):
             return state, ()
@@ -230,11 +236,13 @@ class NodeAgentCore:
 
     def on_kill(self, state: NodeState, kill: Kill) -> tuple[NodeState, NodeEffects]:
         """End the incarnation or an older one. What is gone is reported again, under an id of its own."""
-        if node_of(kill.worker) != self.config.node:
-            return state, (Refuse(f"kill of {kill.worker} at node {self.config.node}"),)
+        if wrong := self._wrong_slot(state, kill.worker, kill.incarnation):
+            return state, (Refuse(f"kill of {wrong}"),)
+        if not 0 <= kill.grace_ms <= MOST_GRACE_MS:
+            return state, (Refuse(f"kill of {kill.worker} with a grace of {kill.grace_ms} ms"),)
         running = _of(state, kill.worker)
         if running is not None and running.incarnation <= kill.incarnation:
-            return self._end(state, running, f"killed:{kill.reason}", max(0, kill.grace_ms)), ()
+            return self._end(state, running, f"killed:{brief(kill.reason, 100)}", kill.grace_ms), ()
         fence = _fence_of(state, kill.worker)
         reason = fence.reason if fence is not None and fence.incarnation == kill.incarnation else "not running"
         # A launch of it may still be on its way: it must not start after its end has been reported.
@@ -243,6 +251,17 @@ class NodeAgentCore:
         gone = WorkerGone(worker=kill.worker, incarnation=kill.incarnation, reason=reason)
         msg_id = f"{tag_of(WorkerGone)}:{kill.worker}:{kill.incarnation}:{state.clock_ms}:{state.answers}"
         return state, (Send(gone, msg_id),)
+
+    def _wrong_slot(self, state: NodeState, worker: WorkerId, incarnation: Incarnation) -> str:
+        """What is wrong with a command to a slot, or ""; begins with the slot it names."""
+        named = brief(worker, 80)
+        if worker not in self.config.gpus_of:
+            return f"{named!r}: node {self.config.node} has no such slot"
+        running, fence = _of(state, worker), _fence_of(state, worker)
+        newest = max(running.incarnation if running else 0, fence.incarnation if fence else 0)
+        if not 0 < incarnation <= newest + MOST_UNSEEN:
+            return f"{named} incarnation {incarnation}: the newest seen here is {newest}"
+        return ""
 
     def on_started(self, state: NodeState, started: Started) -> tuple[NodeState, NodeEffects]:
         running = _of(state, started.worker)
@@ -266,8 +285,10 @@ class NodeAgentCore:
         self, state: NodeState, event: GpuReclaimed | GpuAvailable, seq: int, deadline_ms: int
     ) -> tuple[NodeState, NodeEffects]:
         """The newest event of each GPU counts, whatever the order of arrival (a restarted agent reads them again)."""
-        if event.node != self.config.node or not all(0 <= gpu < self.config.gpus for gpu in event.gpus):
-            return state, (Refuse(f"GPUs {list(event.gpus)} of {event.node} at node {self.config.node}"),)
+        wrong = wrong_capacity(event, self.config.zone, self.config.gpus)
+        if wrong or event.node != self.config.node:
+            # The elastic scheduler, whose input it is first, writes the dead letter.
+            return state, (Note("capacity_ignored", wrong or f"an event of node {brief(event.node, 80)!r}", "warning"),)
         claims = {claim.gpu: claim for claim in state.claims}
         for gpu in event.gpus:
             old = claims.get(gpu)

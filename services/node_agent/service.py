@@ -12,20 +12,20 @@ Killed, it leaves its processes running for the next one to adopt; told to stop,
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
 import socket
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
-from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.envelope import Message, UndecodableMessage, encode
 from messages.ids import Incarnation, WorkerId
-from messages.monitor import DeadLetter
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import GpuFree, WorkerGone
 from messages.runtime_tracker import NodeHeartbeat
-from messages.subjects import event_subject, message_id, stream, subject_of
+from messages.subjects import decode_on, event_subject, message_id, stream, subject_of
 from services.jobfile import JobFile
 from services.node_agent.config import Config, command_line, environment
 from services.node_agent.core import (
@@ -46,6 +46,7 @@ from services.node_agent.processes import Pids, Supervised, is_same
 from services.runtime.bus import Bus, BusError, Consumer, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Input, Note, Refuse, Send, Tick
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 FETCH_S = 2.0
@@ -56,8 +57,9 @@ RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
 LAST_REPORTS_S = 3.0
 """How long a stopping agent waits for its last reports to be stored."""
-DEAD_BYTES = 1024  # of a refused message that its dead letter keeps
+MOST_REPORTS_WAITING = 1024  # beyond it dead letters are only logged
 
+M = TypeVar("M", bound=Message)
 Command = Callable[[Config, str, str, Incarnation], tuple[str, ...]]
 """(config, service, worker, incarnation) -> argv."""
 
@@ -157,16 +159,23 @@ class NodeAgent:
 
     async def _restore(self, events: str) -> int:
         """Take up what an earlier agent left. Returns this agent's incarnation, above all before."""
-        last_up = await self._bus.last(events, event_subject(self._job, NodeUp, self._config.node))
-        before = 0 if last_up is None else decode(last_up.data, NodeUp).agent_incarnation
+        last_up = await self._newest(events, event_subject(self._job, NodeUp, self._config.node), NodeUp)
+        before = 0 if last_up is None else last_up.agent_incarnation
         for worker in self._config.workers:
-            last = await self._bus.last(events, event_subject(self._job, WorkerGone, worker))
-            if last is not None:
-                gone = decode(last.data, WorkerGone)
+            gone = await self._newest(events, event_subject(self._job, WorkerGone, worker), WorkerGone)
+            if gone is not None:
                 self._feed(Ended(gone.worker, gone.incarnation, gone.reason))
         for worker in self._config.workers:
             await self._adopt(worker, foreign=last_up is None)
         return max(self._clock(), before + 1)
+
+    async def _newest(self, events: str, subject: str, kind: type[M]) -> M | None:
+        """The newest event on a subject; one that cannot be read does not hide those before it."""
+        newest: M | None = None
+        async for delivery in self._bus.read(events, subject):
+            with contextlib.suppress(UndecodableMessage):
+                newest = decode_on(self._job, subject, delivery.data, kind)
+        return newest
 
     async def _adopt(self, worker: WorkerId, foreign: bool) -> None:
         """Adopt a process, or report that it ended meanwhile. `foreign`: the stream never heard of this node, so
@@ -226,9 +235,8 @@ class NodeAgent:
             case Note():
                 self._log.log(effect.level, effect.text, action=effect.action)
             case Refuse():
-                self._log.warning(f"refused: {effect.reason}", action="refused")
-                if isinstance(event.message, Message):
-                    self._dead_letter(subject_of(self._job, event.message), encode(event.message), effect.reason)
+                assert isinstance(event.message, Message), "only messages are refused"
+                self._dead_letter(subject_of(self._job, event.message), encode(event.message), effect.reason)
 
     def _spawn(self, spawn: Spawn) -> None:
         command = self._command(self._config, spawn.service, spawn.worker, spawn.incarnation)
@@ -265,7 +273,7 @@ class NodeAgent:
     async def _pump_commands(self, commands: Subscription) -> None:
         async for delivery in commands:
             try:
-                self._feed(decode(delivery.data, Launch, Kill))
+                self._feed(decode_on(self._job, delivery.subject, delivery.data, Launch, Kill))
             except UndecodableMessage as error:
                 self._dead_letter(delivery.subject, delivery.data, error.reason)
 
@@ -280,7 +288,7 @@ class NodeAgent:
     def _take_capacity(self, delivery: Delivery) -> bool:
         """A capacity event; the core takes one it knows already for what it is, by its sequence."""
         try:
-            message = decode(delivery.data, GpuReclaimed, GpuAvailable)
+            message = decode_on(self._job, delivery.subject, delivery.data, GpuReclaimed, GpuAvailable)
         except UndecodableMessage:
             return False  # the elastic scheduler, whose input it is first, writes the dead letter
         self._feed(message, delivery.at_ms, delivery.seq)
@@ -305,13 +313,10 @@ class NodeAgent:
 
     def _dead_letter(self, subject: str, data: bytes, reason: str) -> None:
         self._letters += 1
-        letter = DeadLetter(
-            subject=subject,
-            receiver=self._core.name,
-            reason=reason,
-            size=len(data),
-            data=base64.b64encode(data[:DEAD_BYTES]).decode(),
-        )
+        letter = dead_letter(self._core.name, subject, data, reason)
+        self._log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
+        if len(self._reports) >= MOST_REPORTS_WAITING:
+            return  # a flood of nonsense must not grow without bound while the broker is away
         self._report_later(letter, f"dead:{self._core.name}:{self._clock()}:{self._letters}")
 
     async def _publish_reports(self) -> None:

@@ -19,6 +19,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     prepare_ms: int
     apply_ms: int
     lease_ms: int
+    train_steps: int
     hold_ms: int = 500  # between a failed plan and the next growth: what is left of its group is killed meanwhile
     backoff_first_ms: int = 2000  # a slot that failed waits so long, then twice as long, ...
     backoff_most_ms: int = 60_000  # ... up to this: a node that comes back is tried within a minute
@@ -42,6 +43,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             prepare_ms=job.timeouts.prepare_ms,
             apply_ms=job.timeouts.apply_ms,
             lease_ms=job.timeouts.lease_ms,
+            train_steps=job.pipeline.train_steps,
         )
 
     @property

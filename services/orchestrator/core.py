@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import msgspec
 
 from messages.elastic_scheduler import NodeUp
-from messages.envelope import Message
-from messages.ids import Activity, Epoch, Gpu, Incarnation, Mode, Residency, Role, Stage, WorkerId, Zone
+from messages.envelope import Message, brief, tag_of
+from messages.ids import Activity, Epoch, Gpu, Incarnation, Mode, PolicyVersion, Residency, Role, Stage, WorkerId, Zone
 from messages.orchestrator import (
     PlanProgress,
     RoleSet,
@@ -29,6 +29,7 @@ from messages.subjects import node_of
 from messages.toggle_manager import TrainerReady
 from pearl_state.invariants import check
 from pearl_state.model import DEDICATED_ZONES, Move, Pair, PlanRecord, RoleTable, Row, change, with_rows
+from pearl_state.peers import Fact, wrong_fact, wrong_version, wrong_weights
 from services.orchestrator import core_plans as plans
 from services.orchestrator.config import Config
 from services.orchestrator.core_planning import counts_of, next_draft
@@ -36,6 +37,8 @@ from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Ti
 
 MOST_ROUNDS = 8
 """Bound of moves in one step (drop, draft, cut, roll back, draft anew ...); more would be a loop."""
+LONGEST_ENDPOINT = 256
+"""Characters of a worker's endpoint, which the table holds and everyone reads."""
 RECLAIMED = "killed:reclaimed"
 """How the reason of a WorkerGone begins whose GPUs were taken away."""
 LOST = "lost:"
@@ -144,17 +147,19 @@ class OrchestratorCore:
             case WeightsApplied() as fact:
                 table = self.on_weights_applied(table, fact, notes)
             case RoleSet() as fact:
-                table = self.on_role_set(table, fact)
-            case WorkerDrained():
-                pass  # the rebuilder's business; the row says "draining" until it reports
+                table = self.on_role_set(table, fact, notes)
+            case WorkerDrained() as fact:
+                # The rebuilder's business, the row says "draining" until it reports; but who names no slot is told here.
+                _current(table, fact, notes)
             case WorkerGone() as fact:
-                table = self.on_gone(table, event, fact.worker, fact.incarnation, fact.reason, notes)
+                table = self.on_gone(table, event, fact, fact.reason, notes)
             case WorkerLost() as fact:
-                table = self.on_gone(table, event, fact.worker, fact.incarnation, f"{LOST} {fact.reason}", notes)
+                gone = WorkerGone(worker=fact.worker, incarnation=fact.incarnation, reason=fact.reason)
+                table = self.on_gone(table, event, gone, f"{LOST} {fact.reason}", notes)
             case WeightsPublished() as published:
-                table = self.on_published(table, published)
+                table = self.on_published(table, published, notes)
             case TrainerReady() as fact:
-                table = self.on_trainer_ready(table, fact)
+                table = self.on_trainer_ready(table, fact, notes)
             case NodeUp() as node:
                 table = self.on_node_up(table, node)
             case other:
@@ -223,6 +228,10 @@ class OrchestratorCore:
                 Note("progress_stale", f"{progress.report} of plan {progress.plan_id}, which is over", "debug")
             )
             return table
+        known = plan.rebuilder if progress.part == "rebuilder" else plan.toggle
+        if known == "none":
+            notes.append(Refuse(f"plan {plan.plan_id} has no part for the {progress.part}"))
+            return table
         if progress.report in ("failed", "vetoed"):
             reason = f"{progress.part} {progress.report}: {progress.reason or 'no reason given'}"
             # A veto blames nobody: the whole plan is cancelled, and planned anew after the hold.
@@ -231,8 +240,7 @@ class OrchestratorCore:
         if progress.report == "applied" and plan.stage != plans.APPLYING:
             notes.append(Refuse(f"plan {plan.plan_id} is reported applied before its cut epoch"))
             return table
-        known = plan.rebuilder if progress.part == "rebuilder" else plan.toggle
-        if known == "none" or _REPORTS.index(progress.report) <= _REPORTS.index(known):
+        if _REPORTS.index(progress.report) <= _REPORTS.index(known):
             return table
         plan = (
             msgspec.structs.replace(plan, rebuilder=progress.report)
@@ -243,24 +251,27 @@ class OrchestratorCore:
 
     def on_ready(self, table: RoleTable, fact: WorkerReady, notes: list[Effect]) -> RoleTable:
         """A joiner's process is up: its endpoint is known. It is prepared when it holds weights."""
-        row = _current(table, fact.worker, fact.incarnation, "worker.ready", notes)
+        row = _current(table, fact, notes)
         if row is None or row.activity is Activity.INACTIVE or row.endpoint == fact.endpoint:
+            return table
+        if len(fact.endpoint) > LONGEST_ENDPOINT:
+            notes.append(Refuse(f"{row.worker} has an endpoint of {len(fact.endpoint)} characters"))
             return table
         return with_rows(table, (msgspec.structs.replace(row, endpoint=fact.endpoint),))
 
     def on_weights_applied(self, table: RoleTable, fact: WeightsApplied, notes: list[Effect]) -> RoleTable:
         """A worker generates with a version. It answers commands, hence a launching one is now prepared."""
-        row = _current(table, fact.worker, fact.incarnation, "weights.applied", notes)
+        row = _current(table, fact, notes)
         if row is None or row.activity is Activity.INACTIVE or fact.version <= row.version:
             return table
         if row.stage is Stage.LAUNCHING:
             row = change(row, Move.PREPARE)
         return with_rows(table, (msgspec.structs.replace(row, version=fact.version),))
 
-    def on_role_set(self, table: RoleTable, fact: RoleSet) -> RoleTable:
+    def on_role_set(self, table: RoleTable, fact: RoleSet, notes: list[Effect]) -> RoleTable:
         """A worker serves the role that the plan gives it. Kept for a rollback; admission awaits the executors."""
         plan, done = table.plan, table.writer.role_set
-        if plan is None or plan.stage != plans.APPLYING or fact.worker in done:
+        if _current(table, fact, notes) is None or plan is None or plan.stage != plans.APPLYING or fact.worker in done:
             return table
         said = (fact.worker, fact.role, fact.incarnation, fact.role_generation)
         if said not in {(a.worker, a.role, a.incarnation, a.role_generation) for a in (*plan.add, *plan.reassign)}:
@@ -275,15 +286,15 @@ class OrchestratorCore:
         self,
         table: RoleTable,
         event: Input,
-        worker: WorkerId,
-        incarnation: Incarnation,
+        fact: WorkerGone,
         reason: str,
         notes: list[Effect],
     ) -> RoleTable:
         """A process is gone (or unreachable): its row serves no more, in this very epoch, whatever the plan."""
-        row = _current(table, worker, incarnation, "worker.gone", notes)
+        row = _current(table, fact, notes)
         if row is None:
             return table
+        worker, incarnation = fact.worker, fact.incarnation
         if row.zone is Zone.TRAINING:
             notes.append(Note("trainer_gone", f"{worker} #{incarnation} is gone ({reason})", "warning"))
             return with_rows(table, (change(row, Move.RESPAWN),))
@@ -305,14 +316,20 @@ class OrchestratorCore:
         blamed = () if away else (worker,)
         return self._fail(lost, event.now_ms, blamed, f"joiner {worker} is gone ({reason})", notes)
 
-    def on_published(self, table: RoleTable, published: WeightsPublished) -> RoleTable:
+    def on_published(self, table: RoleTable, published: WeightsPublished, notes: list[Effect]) -> RoleTable:
         """A newer policy version; joiners that are being admitted must hold it first."""
+        if problem := wrong_weights(published, self.config.train_steps):
+            notes.append(Refuse(problem))
+            return table
         if published.version <= table.policy_version:
             return table
         return msgspec.structs.replace(table, policy_version=published.version)
 
-    def on_trainer_ready(self, table: RoleTable, fact: TrainerReady) -> RoleTable:
+    def on_trainer_ready(self, table: RoleTable, fact: TrainerReady, notes: list[Effect]) -> RoleTable:
         """The trainer is up at a version; informational."""
+        if problem := wrong_version(fact.version, self.config.train_steps):
+            notes.append(Refuse(problem))
+            return table
         rows = [row for row in table.rows if row.zone is Zone.TRAINING and row.version < fact.version]
         return with_rows(table, (msgspec.structs.replace(row, version=fact.version) for row in rows))
 
@@ -447,16 +464,19 @@ def _new_row(worker: WorkerId, gpus: tuple[Gpu, ...], zone: Zone) -> Row:
     )
 
 
-def _current(
-    table: RoleTable, worker: WorkerId, incarnation: Incarnation, fact: str, notes: list[Effect]
-) -> Row | None:
-    """The row that a fact is about, or None if the fact is stale (a note) or names no slot (refused)."""
-    row = table.row(worker)
+def _current(table: RoleTable, fact: Fact, notes: list[Effect]) -> Row | None:
+    """The row that a fact is about, or None if the fact is stale (a note), senseless or of no slot (refused)."""
+    row = table.row(fact.worker)
     if row is None:
-        notes.append(Refuse(f"{fact} of {worker}, which is no slot of the role table"))
+        notes.append(Refuse(f"{tag_of(type(fact))} of {brief(fact.worker, 80)}, which is no slot of the role table"))
         return None
-    if row.incarnation != incarnation:
-        text = f"{fact} of {worker} #{incarnation}, which is #{row.incarnation} now"
+    # An event lost with a connection comes again later, so a version may be known before it was published here.
+    problem = wrong_fact(table, PolicyVersion(table.policy_version + 1), fact)
+    if problem and row.zone is not Zone.TRAINING:  # a trainer's incarnations are counted by its node agent
+        notes.append(Refuse(problem))
+        return None
+    if row.incarnation != fact.incarnation:
+        text = f"{tag_of(type(fact))} of {fact.worker} #{fact.incarnation}, which is #{row.incarnation} now"
         notes.append(Note("fact_stale", text, "debug"))
         return None
     return row

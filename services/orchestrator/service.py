@@ -15,7 +15,6 @@ What holds:
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
 import secrets
@@ -26,14 +25,22 @@ from typing import Final, TypeVar
 import msgspec
 
 from messages.elastic_scheduler import NodeUp
-from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.envelope import Message, Misplaced, UndecodableMessage, brief, encode
 from messages.executors import ReconfigurationPlan
 from messages.ids import Epoch, Incarnation
-from messages.monitor import DeadLetter
 from messages.orchestrator import TargetConfiguration, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
 from messages.runtime_tracker import NodeHeartbeat
-from messages.subjects import TABLE_KEY, event_subject, message_id, roles_bucket, stream, subject_of, telemetry_subject
+from messages.subjects import (
+    TABLE_KEY,
+    decode_on,
+    event_subject,
+    message_id,
+    roles_bucket,
+    stream,
+    subject_of,
+    telemetry_subject,
+)
 from pearl_state.invariants import violations
 from pearl_state.model import RoleTable, with_rows
 from pearl_state.store import Deposed, Lease, TableStore
@@ -46,6 +53,7 @@ from services.orchestrator.leases import NodeLeases
 from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Effect, Input, Note, Refuse, Send, Tick
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 BATCH: Final = 256  # durable inputs an epoch at most
@@ -53,7 +61,7 @@ FETCH_S: Final = 2.0  # how long a pull request stays open without a message
 ACK_WAIT_S: Final = 10.0  # redelivery is harmless, so soon; longer than a turn takes
 RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
-DEAD_BYTES: Final = 1024  # of a refused message that its dead letter keeps
+MOST_DEAD_HEARTBEATS: Final = 4  # kept a tick of those that cannot be read; more are dropped
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -101,6 +109,8 @@ class Orchestrator:
         self._stop = asyncio.Event()
         self._leases = NodeLeases(core.config.lease_ms, clock())
         self._store = TableStore(tables, self._job)
+        self._nodes = frozenset(slot.node for slot in core.config.slots)
+        self._dead_heartbeats: list[tuple[Delivery, str]] = []
         self.table: RoleTable | None = None
         """The table as last written here; None while standing by."""
         bus.on_reconnect(self._reconnected)
@@ -188,7 +198,7 @@ class Orchestrator:
         for kind in (WorkerReady, WorkerGone):
             async for delivery in self._bus.read(stream(self._job, "ev"), event_subject(self._job, kind)):
                 with contextlib.suppress(UndecodableMessage):
-                    fact = decode(delivery.data, kind)
+                    fact = decode_on(self._job, delivery.subject, delivery.data, kind)
                     newest[fact.worker] = max(newest.get(fact.worker, 0), fact.incarnation)
         rows = [
             msgspec.structs.replace(row, incarnation=Incarnation(max(row.incarnation, newest[row.worker])))
@@ -213,10 +223,13 @@ class Orchestrator:
         return table
 
     async def _last(self, kind: type[M]) -> tuple[Delivery, M] | None:
-        """The newest event of a kind that has no key."""
+        """The newest event of a kind that has no key; one that cannot be read does not hide those before it."""
         subject = event_subject(self._job, kind, "-")
-        found = await self._persist(lambda: self._bus.last(stream(self._job, "ev"), subject), f"read {subject}")
-        return None if found is None else (found, decode(found.data, kind))
+        newest: tuple[Delivery, M] | None = None
+        async for delivery in self._bus.read(stream(self._job, "ev"), subject):
+            with contextlib.suppress(UndecodableMessage):
+                newest = (delivery, decode_on(self._job, subject, delivery.data, kind))
+        return newest
 
     async def _since(self, cursor: int) -> list[Delivery]:
         """The inputs after `cursor`, straight from the stream."""
@@ -240,8 +253,14 @@ class Orchestrator:
 
     async def _pump_heartbeats(self, subscription: Subscription) -> None:
         async for delivery in subscription:
-            with contextlib.suppress(UndecodableMessage):  # telemetry: an unreadable one is as good as none
-                self._leases.heard(decode(delivery.data, NodeHeartbeat), self._clock())
+            try:
+                beat = decode_on(self._job, delivery.subject, delivery.data, NodeHeartbeat)
+                if beat.node not in self._nodes:
+                    raise Misplaced(f"node {brief(beat.node)!r} is not in the job file")
+                self._leases.heard(beat, self._clock())
+            except UndecodableMessage as error:
+                if len(self._dead_heartbeats) < MOST_DEAD_HEARTBEATS:
+                    self._dead_heartbeats.append((delivery, error.reason))
 
     async def _reconnected(self) -> None:
         self._leases.renew_all(self._clock())
@@ -260,6 +279,9 @@ class Orchestrator:
                 await self._turn(batch, consumer)
             if loop.time() >= next_tick:
                 next_tick = loop.time() + self._tick_s
+                dead, self._dead_heartbeats = self._dead_heartbeats, []
+                for delivery, reason in dead:
+                    await self._dead_letter(delivery, reason)
                 # Deadlines are judged on what has arrived, so not while a backlog is being worked off.
                 if batches.empty() and len(batch) < BATCH:
                     await self._step([Input(self._clock(), message) for message in (*await self._lost(), Tick())])
@@ -285,7 +307,7 @@ class Orchestrator:
         now = self._clock()
         for delivery in batch:
             try:
-                message = decode(delivery.data, *self._core.inputs)
+                message = decode_on(self._job, delivery.subject, delivery.data, *self._core.inputs)
             except UndecodableMessage as error:
                 refused[delivery.seq] = error.reason
                 continue
@@ -327,16 +349,11 @@ class Orchestrator:
                 await self._publish_durable(effect.message, message_id(effect.message) or "")
 
     async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
-        text = f"dead-lettered a message on {delivery.subject}: {reason}"
+        letter = dead_letter(self._core.name, delivery.subject, delivery.data, reason, delivery.seq)
+        text = f"dead-lettered a message on {letter.subject}: {letter.reason}"
         self._log.warning(text, action="orchestrator.dead_letter", seq=delivery.seq)
-        letter = DeadLetter(
-            subject=delivery.subject,
-            receiver=self._core.name,
-            reason=reason,
-            size=len(delivery.data),
-            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
-        )
-        await self._publish_durable(letter, f"dead:{self._core.name}:{delivery.seq}")
+        identity = delivery.seq or secrets.token_hex(8)
+        await self._publish_durable(letter, f"dead:{self._core.name}:{identity}")
 
     async def _publish_durable(self, message: Message, msg_id: str) -> None:
         subject, data = subject_of(self._job, message), encode(message)

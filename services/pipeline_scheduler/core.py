@@ -11,6 +11,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from typing import assert_never
 
 import msgspec
@@ -18,7 +19,7 @@ import msgspec
 from messages.agent import RolloutTask
 from messages.decision_engine import BatchProgress
 from messages.elastic_scheduler import TrainingBegin, TrainingFinished
-from messages.envelope import Message
+from messages.envelope import Message, brief
 from messages.ids import Activity, PolicyVersion, Role, WorkerId
 from messages.pipeline_scheduler import (
     BatchItem,
@@ -30,6 +31,7 @@ from messages.pipeline_scheduler import (
 )
 from messages.rollout_worker import UpdateWeights
 from pearl_state.model import RoleTable, Row
+from pearl_state.peers import wrong_version, wrong_weights
 from services.pipeline_scheduler.batches import (
     Batch,
     Group,
@@ -46,6 +48,10 @@ from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Ti
 
 PROGRESS_MARKS = 8
 """Batch progress is reported at every eighth: often enough for the gate of eq. 7, rare enough to decide on."""
+
+
+MOST_REWARD = 1e9
+"""Beyond it float32, in which advantages are computed, has no precision left."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -114,6 +120,8 @@ class PipelineSchedulerCore:
         self, state: PipelineState, message: TrajectoryCompleted
     ) -> tuple[PipelineState, Effects]:
         """Count an end once; a failed one is tried again, or its group replaced."""
+        if problem := self._problem_of_end(message):
+            return state, (Refuse(problem),)
         if message.trajectory.startswith("eval-"):
             return self._on_evaluation_episode(state, message)
         found = locate(state.batches, message)
@@ -137,16 +145,22 @@ class PipelineSchedulerCore:
         self, state: PipelineState, message: WeightsPublished, now_ms: int
     ) -> tuple[PipelineState, Effects]:
         """A newer version to bring to every active worker."""
+        if problem := wrong_weights(message, self.config.train_steps):
+            return state, (Refuse(problem),)
         if state.published is not None and message.version <= state.published.version:
             return state, ()
         return msgspec.structs.replace(state, published=message, published_ms=now_ms, asked_ms=0), ()
 
     def on_step_finished(self, state: PipelineState, message: StepFinished) -> tuple[PipelineState, Effects]:
         """The batch is committed: forget it, and let its journal go in time."""
-        if message.batch != state.trained:
-            if message.batch > state.trained:
-                return state, (Refuse(f"train step of batch {message.batch} while {state.trained} is due"),)
-            return state, ()
+        if message.batch < state.trained:
+            return state, (Refuse(f"batch {message.batch} is negative"),) if message.batch < 0 else ()
+        if message.batch > state.trained:
+            return state, (Refuse(f"train step of batch {message.batch} while {state.trained} is due"),)
+        if state.begun != message.batch or not math.isfinite(message.reward_mean):
+            return state, (
+                Refuse(f"train step of batch {message.batch}, which has not begun, or a reward that is none"),
+            )
         batch = next((batch for batch in state.batches if batch.batch == message.batch), None)
         newest = max((seq for item in (batch.items() if batch else ()) for seq in item.journal), default=0)
         # Batch k + 1 was admitted only after batch k - staleness was trained, so every journal entry up to the newest of
@@ -160,6 +174,20 @@ class PipelineSchedulerCore:
             floors=floors,
             journal_floor=floors[0] if complete else state.journal_floor,
         ), ()
+
+    def _problem_of_end(self, message: TrajectoryCompleted) -> str:
+        """What nobody can mean by the end of a trajectory, or ""."""
+        if message.status not in ("completed", "truncated", "failed"):
+            return f"{brief(message.trajectory, 80)} ended as {brief(message.status, 40)!r}"
+        if not math.isfinite(message.reward) or abs(message.reward) > MOST_REWARD:
+            return f"{brief(message.trajectory, 80)} has reward {message.reward}"
+        if wrong := wrong_version(message.batch, self.config.train_steps):  # held-out episodes: the last version's too
+            return f"{brief(message.trajectory, 80)}: {wrong}"
+        if min(message.retry, message.turns, message.generated_tokens) < 0 or len(message.journal) != message.turns:
+            return f"{brief(message.trajectory, 80)}: {message.turns} turns and {len(message.journal)} journal entries"
+        if not 0 <= message.min_version <= message.max_version <= self.config.train_steps:
+            return f"{brief(message.trajectory, 80)}: versions {message.min_version} to {message.max_version}"
+        return ""
 
     # --- what follows from it
 
@@ -324,6 +352,9 @@ class PipelineSchedulerCore:
         evaluation = state.evaluation
         if evaluation is None or message.group != f"eval-v{evaluation.version}":
             return state, ()
+        names = {f"eval-v{evaluation.version}-m{episode}" for episode in range(self.config.evaluate_episodes)}
+        if message.trajectory not in names:
+            return state, (Refuse(f"{brief(message.trajectory, 80)} is no episode of this evaluation"),)
         rewards = {**evaluation.rewards, message.trajectory: message.reward}
         state = msgspec.structs.replace(state, evaluation=msgspec.structs.replace(evaluation, rewards=rewards))
         if len(rewards) < self.config.evaluate_episodes:

@@ -19,6 +19,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     job: str
     rollout: RolloutSection
     device: str
+    address: str  # of the node
     attempts_dir: str
     cache_dir: str  # of fetched snapshots; shared by the node's workers
     update_pause: str
@@ -41,6 +42,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             job=job.job.name,
             rollout=job.rollout,
             device=job.model.device,
+            address=next((each.address for each in job.nodes if each.name == node), "127.0.0.1"),
             attempts_dir=str(job.run_dir / "attempts"),
             cache_dir=str(job.run_dir / "cache" / node),
             update_pause=job.rollout.update_pause,

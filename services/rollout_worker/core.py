@@ -16,7 +16,7 @@ from messages.ids import Incarnation, PolicyVersion, Role, RoleGeneration, Worke
 from messages.orchestrator import RoleSet, WeightsApplied, WorkerActivated, WorkerDrained, WorkerReleased
 from messages.rollout_worker import Activate, Deactivate, Drain, Generate, SetRole, UpdateWeights
 from messages.subjects import message_id
-from services.runtime.core import Input, Note, Send
+from services.runtime.core import Input, Note, Refuse, Send
 
 NO_WEIGHTS = PolicyVersion(-1)
 
@@ -115,7 +115,8 @@ class Failed(msgspec.Struct, frozen=True):
 
 Engine = Load | InterruptAll | TakeRole | ReleaseMemory | RestoreMemory
 Event = Command | Loaded | Interrupted | RoleTaken | MemoryReleased | MemoryRestored | Failed
-WorkerEffect = Send | Note | Engine
+Doable = Send | Note | Engine
+WorkerEffect = Doable | Refuse
 WorkerEffects = tuple[WorkerEffect, ...]
 Result = tuple[WorkerState, WorkerEffects]
 
@@ -137,6 +138,9 @@ class RolloutWorkerCore:
                 return state, ()  # meant for a process before or after this one
             if not isinstance(message, UpdateWeights) and message.role_generation < state.role_generation:
                 return state, ()  # overtaken
+            problem = _senseless(message)
+            if problem:
+                return state, (Refuse(problem),)
         match message:
             case UpdateWeights():
                 return self.on_update_weights(state, message)
@@ -171,6 +175,10 @@ class RolloutWorkerCore:
             return f"role generation is {state.role_generation}, not {request.role_generation}"
         if state.version < request.min_version:
             return f"version {state.version} is below {request.min_version}"
+        if (state.role is Role.COLOCATED) == (request.bootstrap_room >= 0):
+            return (
+                f"a request {'with' if request.bootstrap_room >= 0 else 'without'} a room, for role {state.role.value}"
+            )
         return ""
 
     # Commands
@@ -306,3 +314,12 @@ class RolloutWorkerCore:
             worker=self.worker, incarnation=self.incarnation, role_generation=role_generation, took_ms=took_ms
         )
         return self._send(state, fact)
+
+
+def _senseless(command: Command) -> str:
+    """What nobody can mean by a command to this process, or ""."""
+    if isinstance(command, UpdateWeights) and command.version < 0:
+        return f"version {command.version} is negative"
+    if isinstance(command, SetRole) and command.role in (Role.UNKNOWN, Role.TRAINING):
+        return f"a rollout worker has no role {command.role.value!r}"
+    return ""

@@ -3,6 +3,9 @@
 Owns the engine, the requests that run on it and their attempt log. Never decides what it serves: executors do, by
 commands, and `core.py` says which are obeyed. Driven by commands, requests, and the engine.
 
+In the role `prefill` an attempt has no tokens and no entry in the log: its edge hears of it only if it was refused or
+interrupted, everything else from the decode worker, to which the engine hands it over.
+
 Invariants: tokens of an attempt are published in order, and its last chunk before any fact that says it ended; facts are
 published in order, each until the broker has it; while the broker is away the worker keeps its role and goes on; a
 process that hears nothing from it for `orphan_ms`, though it asks, ends itself, because nobody can tell it to.
@@ -11,7 +14,7 @@ process that hears nothing from it for `orphan_ms`, though it asks, ends itself,
 from __future__ import annotations
 
 import asyncio
-import base64
+import math
 import os
 import time
 from collections.abc import Awaitable
@@ -21,19 +24,19 @@ import msgspec
 import psutil
 
 from messages.agent import AttemptLogged, TokenChunk
-from messages.envelope import Message, UndecodableMessage, decode, encode
-from messages.ids import Incarnation, WorkerId
-from messages.monitor import DeadLetter
+from messages.envelope import Message, UndecodableMessage, brief, encode
+from messages.ids import Incarnation, Role, WorkerId
 from messages.orchestrator import WorkerReady
 from messages.rollout_worker import CancelRequest, Generate, UpdateWeights
 from messages.runtime_tracker import WorkerHeartbeat
-from messages.subjects import message_id, node_of, subject_of
+from messages.subjects import TOKEN, decode_on, message_id, node_of, subject_of
 from services.connect import connect
 from services.jobfile import JobFile
 from services.rollout_worker.attempt_log import AttemptLog
 from services.rollout_worker.config import LIVENESS_MS, Config
 from services.rollout_worker.core import (
     COMMANDS,
+    Doable,
     Failed,
     InterruptAll,
     Interrupted,
@@ -46,18 +49,21 @@ from services.rollout_worker.core import (
     RoleTaken,
     RolloutWorkerCore,
     TakeRole,
-    WorkerEffect,
 )
 from services.rollout_worker.engines import make_engine
 from services.rollout_worker.engines.base import Engine, EngineError, GenerateSpec
 from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, Subscription
 from services.runtime.clock import now_ms
-from services.runtime.core import Input, Note, Send
+from services.runtime.core import Input, Note, Refuse, Send
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 from services.snapshot import SnapshotError, fetch
 
 FACT_RETRY_S: Final = 0.5
-DEAD_BYTES: Final = 1024
+MOST_FACTS_WAITING: Final = 1024
+"""Beyond it dead letters are only logged."""
+LONGEST_ID: Final = 512
+"""Characters of a request's id; it holds a trajectory's, an edge's and some numbers."""
 INTERRUPT_ROUND_S: Final = 0.05
 """A request that was let in as the drain began reaches the engine after the abort; so the abort is repeated."""
 
@@ -75,8 +81,9 @@ class EngineFailedError(Exception):
 class _Attempt:
     """A request that runs here."""
 
-    def __init__(self, request: Generate) -> None:
+    def __init__(self, request: Generate, role: Role) -> None:
         self.request = request
+        self.silent = role is Role.PREFILL
         self.offset = len(request.prefix)  # of the next token
         self.heard_of = time.monotonic()  # when its edge last got a chunk
         self.task: asyncio.Task[None] | None = None
@@ -149,26 +156,28 @@ class RolloutWorker:
         async for delivery in subscription:
             self._heard = time.monotonic()
             try:
-                command = decode(delivery.data, *COMMANDS)
+                command = decode_on(self._config.job, delivery.subject, delivery.data, *COMMANDS)
             except UndecodableMessage as error:
-                await self._dead_letter(delivery, error.reason)
+                self._dead_letter(delivery, error.reason)
                 continue
-            self._step(command)
+            self._step(command, delivery)
 
     async def _read_requests(self, subscription: Subscription) -> None:
         async for delivery in subscription:
             self._heard = time.monotonic()
             try:
-                request: Generate | CancelRequest = decode(delivery.data, Generate, CancelRequest)
+                request: Generate | CancelRequest = decode_on(
+                    self._config.job, delivery.subject, delivery.data, Generate, CancelRequest
+                )
             except UndecodableMessage as error:
-                await self._dead_letter(delivery, error.reason)
+                self._dead_letter(delivery, error.reason)
                 continue
             if isinstance(request, CancelRequest):
                 attempt = self._attempts.get((request.request, request.attempt))
                 if attempt is not None and attempt.task is not None:
                     attempt.task.cancel()
-            elif not request.reply.startswith(f"pearl.{self._config.job}.tok."):
-                await self._dead_letter(delivery, f"reply subject {request.reply!r} is not an edge's")
+            elif problem := problem_of(request, self._config.job):
+                self._dead_letter(delivery, problem)
             else:
                 await self._let_in(request)
 
@@ -220,6 +229,8 @@ class RolloutWorker:
             await asyncio.sleep(LIVENESS_MS / 1000)
             now = time.monotonic()
             for attempt in tuple(self._attempts.values()):
+                if attempt.silent:
+                    continue
                 if now - attempt.heard_of >= LIVENESS_MS / 1000:
                     await self._chunk(attempt, [], [])
 
@@ -228,12 +239,16 @@ class RolloutWorker:
 
     # ---- the core's effects ----
 
-    def _step(self, event: object) -> None:
+    def _step(self, event: object, origin: Delivery | None = None) -> None:
         self.state, effects = self.core.step(self.state, Input(now_ms(), event))
         for effect in effects:
-            self._execute(effect)
+            if isinstance(effect, Refuse):
+                assert origin is not None, "only commands are refused"
+                self._dead_letter(origin, effect.reason)
+            else:
+                self._execute(effect)
 
-    def _execute(self, effect: WorkerEffect) -> None:
+    def _execute(self, effect: Doable) -> None:
         match effect:
             case Send(message, msg_id):
                 assert msg_id is not None
@@ -312,7 +327,7 @@ class RolloutWorker:
         key = (request.request, request.attempt)
         if key in self._attempts:
             return
-        attempt = _Attempt(request)
+        attempt = _Attempt(request, self.state.role)
         refusal = self.core.refusal(self.state, request)
         if refusal:
             self.refused += 1
@@ -335,6 +350,9 @@ class RolloutWorker:
             temperature=request.temperature,
             seed=request.seed,
             stop_ids=request.stop_ids,
+            bootstrap_host=request.bootstrap_host,
+            bootstrap_port=request.bootstrap_port,
+            bootstrap_room=request.bootstrap_room,
         )
         start, finish = attempt.offset, "cancelled"
         begun = False
@@ -343,6 +361,9 @@ class RolloutWorker:
             async for chunk in stream:
                 if chunk.finish == "refused":
                     self.refused += 1
+                elif attempt.silent:
+                    if chunk.finish != "interrupted":
+                        continue
                 elif not begun:
                     begun = True
                     self._log_attempt(attempt, start, "")
@@ -439,17 +460,27 @@ class RolloutWorker:
     async def _reconnected(self) -> None:
         self._heard = time.monotonic()
 
-    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
-        log.warning(reason, action="dead_letter", subject=delivery.subject)
-        letter = DeadLetter(
-            subject=delivery.subject,
-            receiver="rollout_worker",
-            reason=reason,
-            size=len(delivery.data),
-            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
-        )
+    def _dead_letter(self, delivery: Delivery, reason: str) -> None:
+        letter = dead_letter("rollout_worker", delivery.subject, delivery.data, reason)
+        log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
+        if self._facts.qsize() >= MOST_FACTS_WAITING:
+            return  # a flood of nonsense must not grow without bound while the broker is away
         # Through the queue of facts: reading must not wait for the broker.
         self._facts.put_nowait((letter, f"{self._worker}:{self._incarnation}:{time.time_ns()}"))
+
+
+def problem_of(request: Generate, job: str) -> str:
+    """What makes a readable request senseless on any worker, or "". Whether this one can serve it is for the engine."""
+    edge = request.reply.removeprefix(f"pearl.{job}.tok.")
+    if edge == request.reply or not TOKEN.fullmatch(edge):
+        return f"reply subject {brief(request.reply, 80)!r} is not an edge's"
+    if not request.request or len(request.request) > LONGEST_ID or request.attempt < 1:
+        return f"request {brief(request.request, 80)!r} attempt {request.attempt}: no id, or attempts count from 1"
+    if not (math.isfinite(request.temperature) and request.temperature >= 0):
+        return f"temperature {request.temperature} is not a finite number from 0"
+    if request.max_new_tokens < 1:
+        return f"max_new_tokens = {request.max_new_tokens}: nothing to generate"
+    return ""
 
 
 async def _close(stream: Any) -> None:
@@ -467,7 +498,7 @@ async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int
     """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
     began = time.monotonic()
     config = Config.of(job, node_of(worker))
-    engine = make_engine(config.rollout, config.device)
+    engine = make_engine(config.rollout, config.device, config.address)
     bus = await connect(job, "rollout_worker")
     try:
         process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)

@@ -8,15 +8,13 @@ checkpointed, and an answer must not wait for a write.
 from __future__ import annotations
 
 import asyncio
-import base64
 import secrets
 
 from messages.agent import Assignment
-from messages.envelope import UndecodableMessage, decode, encode
-from messages.monitor import DeadLetter
+from messages.envelope import UndecodableMessage, encode
 from messages.router import AssignRequest
 from messages.runtime_tracker import WorkerHeartbeat
-from messages.subjects import subject_of, telemetry_subject
+from messages.subjects import decode_on, subject_of, telemetry_subject
 from pearl_state.model import RoleTable
 from pearl_state.watch import Replica
 from services.connect import connect
@@ -25,13 +23,12 @@ from services.router.config import Config
 from services.router.core import ROOMS, RouterCore, Unplaceable
 from services.runtime.bus import Bus, BusError, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 QUEUE_GROUP = "router"
 MOST_DEAD_WAITING = 256
 """Dead letters waiting to be stored; more are counted and dropped, so that a flood of nonsense delays no answer."""
-DEAD_BYTES = 1024
-"""Of a refused message, kept in its dead letter."""
 
 log = get_logger("router")
 
@@ -93,7 +90,7 @@ class Router:
     async def answer(self, delivery: Delivery) -> None:
         """Answer one request, or put it aside for the dead-letter stream."""
         try:
-            request = decode(delivery.data, AssignRequest)
+            request = decode_on(self._job, delivery.subject, delivery.data, AssignRequest)
             reply = self.core.assign(request, self._clock())
         except UndecodableMessage as error:
             self._refuse(delivery, error.reason)
@@ -116,7 +113,7 @@ class Router:
     def hear(self, delivery: Delivery) -> None:
         """Take one heartbeat; an unreadable one is the runtime tracker's to report."""
         try:
-            self.core.on_heartbeat(decode(delivery.data, WorkerHeartbeat))
+            self.core.on_heartbeat(decode_on(self._job, delivery.subject, delivery.data, WorkerHeartbeat))
         except UndecodableMessage:
             self.refused += 1
 
@@ -136,15 +133,9 @@ class Router:
     async def _bury_all(self) -> None:
         while True:
             delivery, reason = await self._dead.get()
-            letter = DeadLetter(
-                subject=delivery.subject,
-                receiver="router",
-                reason=reason,
-                size=len(delivery.data),
-                data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
-            )
+            letter = dead_letter("router", delivery.subject, delivery.data, reason)
             self._buried += 1
-            log.warning(f"refused a message on {delivery.subject}: {reason}", action="router.dead_letter")
+            log.warning(f"refused a message on {letter.subject}: {letter.reason}", action="router.dead_letter")
             try:
                 await self._bus.publish_durable(
                     subject_of(self._job, letter), encode(letter), msg_id=f"router:{self._name}:{self._buried}"

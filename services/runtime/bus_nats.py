@@ -17,6 +17,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import hmac
 import re
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -151,11 +153,14 @@ class NatsBus:
         self._callbacks: list[Callable[[], Awaitable[None]]] = []
         self._background: set[asyncio.Task[None]] = set()
         self._last_error = ""
+        self._id_key = b""  # from the user's seed
         self._streams: dict[str, str] = {}  # subject without its last token -> stream, as acknowledgements said
 
     async def open(self, url: str, seed_file: str | Path | None, tls: ssl.SSLContext | None) -> None:
         """First connection. Raises BusUnavailable after the patience, Denied if the login is refused."""
         options: dict[str, Any] = {} if tls is None else {"tls": tls}
+        if seed_file is not None:  # a few dozen bytes, read once before anything runs
+            self._id_key = hashlib.sha256(b"message ids " + Path(seed_file).read_bytes().strip()).digest()  # noqa: ASYNC240
         attempt = self._loop.create_task(
             self._nc.connect(
                 servers=[part.strip() for part in url.split(",")],
@@ -437,10 +442,20 @@ class NatsBus:
     async def publish_durable(
         self, subject: str, data: bytes, *, msg_id: str, expected_last_on_subject: int | None = None
     ) -> int:
-        headers = {"Nats-Msg-Id": msg_id}
+        headers = {"Nats-Msg-Id": self._sealed(msg_id)}
         if expected_last_on_subject is not None:
             headers["Nats-Expected-Last-Subject-Sequence"] = str(expected_last_on_subject)
         return await self._store(subject, data, headers)
+
+    def _sealed(self, msg_id: str) -> str:
+        """The id with a seal that only this user's key makes.
+
+        A stream knows a message by its id alone, whoever sent it on whatever subject: with ids that can be guessed, anyone
+        who may store anything there could have another user's next message taken for a repetition, and dropped.
+        """
+        if not self._id_key:
+            return msg_id
+        return f"{msg_id}:{hmac.new(self._id_key, msg_id.encode(), hashlib.sha256).hexdigest()[:16]}"
 
     async def consume(
         self,
@@ -551,7 +566,8 @@ class NatsBus:
             "max_msgs_per_subject": spec.history,
             "max_bytes": spec.max_bytes,
             "discard": "new",
-            "allow_rollup_hdrs": True,
+            # Else a header of one writer's, under its own key, could wipe the whole bucket.
+            "allow_rollup_hdrs": False,
             "deny_delete": True,
             "allow_direct": True,
             "allow_msg_ttl": spec.ttl_allowed,

@@ -21,7 +21,6 @@ What holds:
 from __future__ import annotations
 
 import asyncio
-import base64
 import secrets
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
@@ -29,12 +28,12 @@ from typing import Any, Final, Generic, Protocol, TypeVar
 
 import msgspec
 
-from messages.envelope import Message, UndecodableMessage, decode, encode, kind_of, registry, tag_of
-from messages.monitor import DeadLetter
-from messages.subjects import ROUTES, event_subject, message_id, state_bucket, stream, subject_of
+from messages.envelope import Message, UndecodableMessage, encode, kind_of, registry, tag_of
+from messages.subjects import ROUTES, decode_on, event_subject, message_id, state_bucket, stream, subject_of
 from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription, WrongLastSequence
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Core, Effects, Input, Note, Refuse, Reply, Send, Tick
+from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 BATCH: Final = 256  # durable inputs a turn: one checkpoint write for all of them
@@ -46,7 +45,6 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
 PARALLEL_PUBLISHES: Final = 64  # of one kind; different kinds are published strictly one after the other
 CORE_DEAD_LETTERS_A_TICK: Final = 4  # unreadable telemetry beyond that is counted, not kept
-DEAD_BYTES: Final = 1024  # of a refused message that its dead letter keeps
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -308,6 +306,9 @@ class CoreHost(Generic[S]):
                 next_tick += self._tick_ms / 1000
                 if next_tick < loop.time():
                     next_tick = loop.time() + self._tick_ms / 1000
+                if self._dead_this_tick > CORE_DEAD_LETTERS_A_TICK:
+                    text = f"{self._dead_this_tick - CORE_DEAD_LETTERS_A_TICK} more messages refused, not kept"
+                    self._log.warning(text, action="host.dead_letters_dropped")
                 self._dead_this_tick = 0
                 self._step(turn, Input(self._clock(), Tick()), None)
             await self._commit(turn)
@@ -329,7 +330,7 @@ class CoreHost(Generic[S]):
             delivery, message = self._inbox.popleft()
             if delivery is not None:
                 try:
-                    message = decode(delivery.data, *self._accepted(delivery))
+                    message = decode_on(self._job, delivery.subject, delivery.data, *self._accepted(delivery))
                 except UndecodableMessage as error:
                     self._dead_letter(turn, delivery, error.reason)
                     continue
@@ -389,7 +390,7 @@ class CoreHost(Generic[S]):
     def _take_durable(self, turn: _Turn, delivery: Delivery) -> None:
         turn.cursor = delivery.seq
         try:
-            message = decode(delivery.data, *self._core.inputs)
+            message = decode_on(self._job, delivery.subject, delivery.data, *self._core.inputs)
         except UndecodableMessage as error:
             self._dead_letter(turn, delivery, error.reason)
             return
@@ -441,15 +442,11 @@ class CoreHost(Generic[S]):
             self._dead_this_tick += 1
             if self._dead_this_tick > CORE_DEAD_LETTERS_A_TICK:
                 return
+        letter = dead_letter(self.name, delivery.subject, delivery.data, reason, delivery.seq)
         self._log.warning(
-            f"dead-lettered a message on {delivery.subject}: {reason}", action="host.dead_letter", seq=delivery.seq
-        )
-        letter = DeadLetter(
-            subject=delivery.subject,
-            receiver=self.name,
-            reason=reason,
-            size=len(delivery.data),
-            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
+            f"dead-lettered a message on {letter.subject}: {letter.reason}",
+            action="host.dead_letter",
+            seq=delivery.seq,
         )
         turn.out.append(self._outgoing(letter, f"dead:{self.name}:{delivery.seq}" if delivery.seq else None))
         if delivery.token:

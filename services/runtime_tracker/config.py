@@ -5,13 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
 from services.profile import cold_start
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds and rates of the fit."""
 
+    workers: frozenset[str] | None = None  # every rollout slot of the job; None: not judged
+    train_steps: int = 1 << 31
+    max_context_tokens: int = 1 << 31
+    max_turns: int = 1 << 31
     cold_start: WorkloadProfile  # until measured, and for what is never measured (bandwidth, KV bytes per token)
     new_share: float = 0.4  # weight of the newest train step in the moving averages: half-life of about 1.4 steps
     sample_ms: int = 1000  # least time between two samples of one worker: makes each cheap, and precise
@@ -22,4 +26,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     @staticmethod
     def of(job: JobFile) -> Config:
         """From the job file; reads the profile file it may name. Raises ConfigError."""
-        return Config(cold_start=cold_start(job))
+        return Config(
+            cold_start=cold_start(job),
+            workers=frozenset(slot.worker for slot in rollout_slots(job)) or None,
+            train_steps=job.pipeline.train_steps,
+            max_context_tokens=job.pipeline.max_context_tokens,
+            max_turns=job.pipeline.max_turns,
+        )

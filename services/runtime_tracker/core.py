@@ -21,12 +21,24 @@ import math
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from messages.envelope import Message
+from messages.envelope import Message, brief
 from messages.pipeline_scheduler import StepFinished, TrajectoryCompleted
 from messages.runtime_tracker import OperationTimed, RequestFinished, WorkerHeartbeat
+from pearl_state.peers import wrong_batch
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 from services.runtime_tracker.config import Config
 from services.runtime_tracker.fit import Line, average
+
+OPERATIONS = (
+    "prepare",
+    "finalize",
+    "activate",
+    "deactivate",
+    "drain",
+    "set_role",
+    "update_weights",
+)
+"""The operations of `operation.timed/1` whose cost is learned."""
 
 
 class WorkerSums(msgspec.Struct, frozen=True):
@@ -104,6 +116,8 @@ class RuntimeTrackerCore:
 
     def on_heartbeat(self, state: State, message: WorkerHeartbeat, now_ms: int) -> tuple[State, Effects]:
         """One sample of decode and prefill speed, at most every `sample_ms` a worker."""
+        if self._is_stranger(message.worker):
+            return state, (Refuse(f"heartbeat of {brief(message.worker, 80)!r}, which is no slot of the job file"),)
         last = state.workers.get(message.worker)
         if last is None:
             if len(state.workers) >= self.config.most_workers:
@@ -138,6 +152,10 @@ class RuntimeTrackerCore:
             message.new_prompt_tokens, message.generated_tokens, message.retained_tokens
         ):
             return state, (Refuse(f"request {message.request}: counts and times must be finite and not negative"),)
+        most = self.config.max_context_tokens
+        if self._is_stranger(message.worker) or max(message.new_prompt_tokens, message.generated_tokens) > most:
+            text = f"on {brief(message.worker, 80)!r}, of {message.new_prompt_tokens} and {message.generated_tokens} tokens"
+            return state, (Refuse(f"request {message.request} {text}: no such slot, or longer than a context"),)
         sums = state.step
         step = msgspec.structs.replace(
             sums,
@@ -152,6 +170,8 @@ class RuntimeTrackerCore:
 
     def on_operation(self, state: State, message: OperationTimed) -> tuple[State, Effects]:
         """The moving average of what an operation costs (paper 5)."""
+        if message.operation not in OPERATIONS:
+            return state, (Refuse(f"operation {brief(message.operation, 40)!r} is none of {', '.join(OPERATIONS)}"),)
         if not _sound(message.took_s):
             return state, (Refuse(f"operation {message.operation}: took {message.took_s} s"),)
         old = state.costs.get(message.operation)
@@ -162,8 +182,10 @@ class RuntimeTrackerCore:
 
     def on_trajectory(self, state: State, message: TrajectoryCompleted) -> tuple[State, Effects]:
         """How long trajectories are. Failed ones say nothing about the workload."""
-        if _negative(message.turns) or not _sound(message.env_s):
-            return state, (Refuse(f"trajectory {message.trajectory}: turns and times must be finite and not negative"),)
+        if not 0 <= message.turns <= self.config.max_turns or not _sound(message.env_s):
+            return state, (
+                Refuse(f"trajectory {message.trajectory}: {message.turns} turns, {message.env_s} s of environment"),
+            )
         if message.status == "failed":
             return state, ()
         sums = state.step
@@ -180,8 +202,8 @@ class RuntimeTrackerCore:
 
     def on_step(self, state: State, message: StepFinished) -> tuple[State, Effects]:
         """A train step ended: refit, emit, begin anew."""
-        if message.batch < 0:
-            return state, (Refuse(f"batch {message.batch} is negative"),)
+        if wrong := wrong_batch(message.batch, self.config.train_steps):
+            return state, (Refuse(wrong),)
         if state.profile is not None and message.batch <= state.profile.train_step:
             return state, ()
         profile = self._refit(state, message.batch)
@@ -200,6 +222,9 @@ class RuntimeTrackerCore:
             f"theta={profile.theta:.2f} A={profile.A_s * 1e3:.2f} ms b={profile.b_s * 1e3:.3f} ms ({profile.samples} turns)"
         )
         return state, (Send(profile), Note("profile", text))
+
+    def _is_stranger(self, worker: str) -> bool:
+        return self.config.workers is not None and worker not in self.config.workers
 
     def _refit(self, state: State, train_step: int) -> WorkloadProfile:
         sums, before = state.step, state.profile

@@ -19,6 +19,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     release_ms: int  # a trainer that has not released by then is killed
     drain_ms: int
     kill_grace_ms: int
+    train_steps: int
 
     @classmethod
     def of(cls, job: JobFile) -> Config:
@@ -33,4 +34,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             release_ms=job.timeouts.apply_ms,
             drain_ms=job.timeouts.drain_ms,
             kill_grace_ms=job.timeouts.kill_grace_ms,
+            train_steps=job.pipeline.train_steps,
         )

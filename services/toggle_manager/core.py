@@ -53,6 +53,7 @@ from pearl_state.orders import (
     role_order,
     update_order,
 )
+from pearl_state.peers import wrong_batch, wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 from services.toggle_manager.config import Config
@@ -155,14 +156,16 @@ class ToggleManagerCore:
             case NodeUp() as node:
                 state = self.on_node_up(state, node)
             case WeightsPublished() as snapshot:
-                if state.snapshot is None or snapshot.version > state.snapshot.version:
+                if problem := wrong_weights(snapshot, self.config.train_steps):
+                    effects = (Refuse(problem),)
+                elif state.snapshot is None or snapshot.version > state.snapshot.version:
                     state = msgspec.structs.replace(state, snapshot=snapshot)
             case TrainerReleased() as released:
                 state = self.on_trainer_released(state, released)
             case TrainerReady():
                 state = self.on_trainer_ready(state)
             case StepFinished() as finished:
-                state = self.on_step_finished(state, finished)
+                state, effects = self.on_step_finished(state, finished)
             case (
                 WorkerReady()
                 | WeightsApplied()
@@ -222,9 +225,11 @@ class ToggleManagerCore:
         """A trainer process that (re)started may hold device memory until it is asked, and says, otherwise."""
         return msgspec.structs.replace(state, trainer_resident=True, release_wanted=False)
 
-    def on_step_finished(self, state: ToggleState, finished: StepFinished) -> ToggleState:
+    def on_step_finished(self, state: ToggleState, finished: StepFinished) -> tuple[ToggleState, Effects]:
+        if problem := wrong_batch(finished.batch, self.config.train_steps):
+            return state, (Refuse(problem),)
         if finished.batch <= state.finished_batch:
-            return state
+            return state, ()
         costs = state.costs
         if state.last_step_ms:
             took_s = (state.clock_ms - state.last_step_ms) / 1000
@@ -232,13 +237,14 @@ class ToggleManagerCore:
                 costs = msgspec.structs.replace(costs, toggled_step_s=_average(costs.toggled_step_s, took_s))
             else:
                 costs = msgspec.structs.replace(costs, plain_step_s=_average(costs.plain_step_s, took_s))
-        return msgspec.structs.replace(
+        state = msgspec.structs.replace(
             state,
             finished_batch=finished.batch,
             costs=costs,
             last_step_ms=max(1, state.clock_ms),
             toggled=False,
         )
+        return state, ()
 
     def on_fact(self, state: ToggleState, fact: Fact) -> tuple[ToggleState, Effects]:
         if fact.worker == self.config.trainer and isinstance(fact, WorkerGone):
@@ -248,6 +254,8 @@ class ToggleManagerCore:
             if node_of(fact.worker) in self.config.nodes:
                 return state, ()  # the cluster rebuilder's
             return state, (Refuse(f"worker {fact.worker}: its node is not in the job file"),)
+        if problem := wrong_fact(state.table, None if state.snapshot is None else state.snapshot.version, fact):
+            return state, (Refuse(problem),)
         old = next((entry for entry in state.workers if entry.worker == fact.worker), None)
         new = learn(old, fact, state.clock_ms)
         if new == old:

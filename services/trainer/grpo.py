@@ -1,7 +1,7 @@
 """Group-relative policy optimisation on token-level data with behaviour log-probabilities. Pure torch.
 
 For trajectory i of group g with reward R_i the advantage is A_i = (R_i - mean_g R) / (std_g R + eps), the same for all its
-reply tokens. A group whose rewards are all equal says nothing: its advantages are zero.
+reply tokens. A group whose rewards are all equal says nothing: it contributes no gradient and is counted.
 
 Three policies matter when rollout is asynchronous: the *behaviour* policy mu that generated a token (of version k - eta to
 k), the *proximal* policy p (version k as training of batch k begins), and the current one pi. A token's objective is
@@ -15,6 +15,7 @@ of version k itself, w is 1 and this is PPO's clipped objective.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,29 +24,49 @@ EPSILON = 1e-6
 """Keeps the division defined; far below the spread of any group that has one."""
 
 
-def group_advantages(rewards: Sequence[float], groups: Sequence[str]) -> tuple[Tensor, int]:
-    """Advantages [N] (float32) of N trajectories, and how many groups had no variance in reward."""
+class Advantages(NamedTuple):
+    """Of N trajectories: `values` [N] float32, `informative` [N] bool (their group's rewards differ), and flat groups."""
+
+    values: Tensor
+    informative: Tensor
+    flat_groups: int
+
+
+def group_advantages(rewards: Sequence[float], groups: Sequence[str]) -> Advantages:
+    """Advantages of N trajectories from their rewards and the names of their groups."""
     assert len(rewards) == len(groups), "one group name a reward"
-    values = torch.tensor(rewards, dtype=torch.float32)
-    advantages = torch.zeros_like(values)
+    rows: dict[str, list[int]] = {}
+    for index, name in enumerate(groups):
+        rows.setdefault(name, []).append(index)
+    rewarded = torch.tensor(rewards, dtype=torch.float32)
+    values = torch.zeros_like(rewarded)
+    informative = torch.zeros(len(rewards), dtype=torch.bool)
     flat = 0
-    for name in sorted(set(groups)):
-        members = torch.tensor([index for index, group in enumerate(groups) if group == name])
-        own = values[members]
+    for members in rows.values():
+        own = rewarded[members]
         spread = own.std(unbiased=False)
         if spread < EPSILON:
             flat += 1
             continue
-        advantages[members] = (own - own.mean()) / (spread + EPSILON)
-    return advantages, flat
+        values[members] = (own - own.mean()) / (spread + EPSILON)
+        informative[members] = True
+    return Advantages(values, informative, flat)
 
 
 def reply_logprobs(logits: Tensor, tokens: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability [B,T-1] of tokens 1.. given what is before them, at the sampling temperature; and entropies."""
+    """Of logits [B,T,V] and tokens [B,T]: log-probabilities [B,T-1] of tokens 1.. at the sampling temperature; entropies.
+
+    Entry t is about token t + 1, given all before it.
+    """
     log_probabilities = (logits[:, :-1].float() / temperature).log_softmax(-1)
     chosen = log_probabilities.gather(-1, tokens[:, 1:].unsqueeze(-1)).squeeze(-1)
     entropies = -(log_probabilities.exp() * log_probabilities).sum(-1)
     return chosen, entropies
+
+
+def importance_weights(proximal: Tensor, behaviour: Tensor, cap: float) -> Tensor:
+    """w = min(p / mu, cap), elementwise from log-probabilities."""
+    return (proximal - behaviour).exp().clamp(max=cap)
 
 
 def objective(
@@ -61,6 +82,7 @@ def objective(
     """The token objective above, elementwise: log-probabilities [B,T-1] and advantages [B]; to be maximised."""
     advantage = advantages.unsqueeze(1)
     ratio = (current - proximal).exp()
-    weight = (proximal - behaviour).exp().clamp(max=importance_cap)
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return weight * torch.minimum(ratio * advantage, clipped * advantage)
+    return importance_weights(proximal, behaviour, importance_cap) * torch.minimum(
+        ratio * advantage, clipped * advantage
+    )

@@ -1,29 +1,34 @@
-"""One rank of the learner: model and optimiser under FSDP2, train steps, checkpoints, snapshots.
+"""One rank of the learner: model and optimiser under FSDP2, train steps, checkpoints, snapshots, lending.
 
-Every method is collective: all ranks call it together, in the same order. Arithmetic blocks; the service runs it in a thread.
-The same code runs on CPU with gloo and on GPUs with NCCL; the GPU path has not been run by the project's tests.
+Every public method is collective: all ranks call it together, in the same order. They block; the service calls them in a
+thread. All ranks see the run directory (a shared file system where they are on several nodes). The same code runs on the CPU
+with gloo and on GPUs with NCCL.
+
+Minibatch order follows from seed and batch number, so a checkpoint needs no generator state: a batch trained again from the
+same checkpoint gives the same version.
 """
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# (torch's stubs are partial)
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import shutil
+import sys
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Final, cast
 
 import msgspec
+import psutil
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_state_dict,
-    set_state_dict,
-)
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -33,39 +38,43 @@ from services.models.config import ModelConfig
 from services.models.decoder import Decoder
 from services.models.files import load_weights
 from services.snapshot import Snapshot, write_snapshot
-from services.trainer import grpo
+from services.trainer import grpo, torch_checkpoint
 from services.trainer.config import Config
 from services.trainer.data import Batch
 
-META = "pearl.json"
-KEEP_CHECKPOINTS = 2
-"""The newest, and one more in case that one's disk is bad."""
+META: Final = "pearl.json"
+"""Written last into a checkpoint; names what it is."""
+KEEP_CHECKPOINTS: Final = 2
+"""The newest, from which a restart goes on, and the one before it, for people."""
+_NEVER: Final = timedelta(days=365)
+"""Ranks wait for orders as long as rollout takes. A rank that died is noticed by their launcher, not by a timeout."""
 
 
 class CheckpointMeta(msgspec.Struct, frozen=True):
     """Beside the tensors: which version they are, and what to say of the step that made it."""
 
     version: int
-    finished: StepFinished | None
+    finished: StepFinished
 
 
 def join_ranks(config: Config) -> tuple[int, torch.device]:
-    """Join the process group that torchrun describes, or one of our own; returns (rank, device)."""
+    """Join the process group that the environment describes (as torchrun's would), or one of our own; returns (rank, device)."""
     cuda = config.device != "cpu" and torch.cuda.is_available()
-    rank = int(os.environ.get("RANK", "0"))
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0"))) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
     else:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # a rank a core
     if not dist.is_initialized():
-        backend = "nccl" if cuda else "gloo"
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         if config.ranks == 1:
-            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+            store = dist.HashStore()  # pyright: ignore[reportPrivateImportUsage] - documented, but not re-exported
+            dist.init_process_group(backend, store=store, rank=0, world_size=1)
         else:
             dist.init_process_group(backend)
-    assert dist.get_world_size() == config.ranks, "torchrun started another number of ranks than training.ranks"
-    return rank, device
+    found = dist.get_world_size()
+    assert found == config.ranks, f"training.ranks = {config.ranks}, but {found} processes were started"
+    return dist.get_rank(), device
 
 
 class Learner:
@@ -75,19 +84,26 @@ class Learner:
         self.config = config
         self.model_dir = model_dir
         self.rank, self.device = join_ranks(config)
+        # Orders travel apart: waiting for one must not occupy a GPU, and may take hours.
+        group: Any = dist.new_group(backend="gloo", timeout=_NEVER) if config.ranks > 1 else None
+        self.orders: dist.ProcessGroup | None = group
         self.version = 0
-        self.finished: StepFinished | None = None
-        self._model: Any = None
+        self.finished: StepFinished | None = None  # the step that made `version`
+        self._model: Any = None  # fully_shard changes a module's class; its stubs do not say so
         self._optimizer: Any = None
         self._build()
 
+    @property
+    def resident(self) -> bool:
+        """Whether parameters and optimiser are in memory; not so while the GPUs are lent."""
+        return self._model is not None
+
     def _build(self) -> None:
-        torch.manual_seed(self.config.seed)
         model = Decoder(ModelConfig.load(self.model_dir))
         load_weights(model, self.model_dir)
         model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.config.ranks,))
-        for layer in model.model.layers:
+        for layer in model.layers:
             fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         self._model = model
@@ -95,32 +111,32 @@ class Learner:
             model.parameters(), lr=self.config.lr, weight_decay=self.config.weight_decay
         )
 
-    # --- training
+    # ---- training ----
 
     def train(self, number: int, batch: Batch) -> StepFinished:
         """Train batch `number` (version `number` into `number` + 1), in memory only: `checkpoint` makes it last."""
         assert number == self.version, f"batch {number} trains version {number}, this is version {self.version}"
+        assert self.resident, "the parameters were released: acquire first"
         config = self.config
         begun = time.monotonic()
-        advantages, flat = grpo.group_advantages(batch.rewards, batch.groups)
+        advantages = grpo.group_advantages(batch.rewards, batch.groups)
         for group in self._optimizer.param_groups:
             group["lr"] = config.lr * min(1.0, (number + 1) / max(1, config.warmup_steps))
         proximal = self._proximal(batch)
-        losses: list[float] = []
+        sums: list[Tensor] = []  # one [loss, entropy, importance weight, clipped] a minibatch, this rank's part
         norms: list[float] = []
-        ratios: list[float] = []
-        entropies: list[float] = []
         for rows in self._minibatches(number, len(batch.rewards)):
-            loss, entropy, weight = self._minibatch(batch, rows, proximal, advantages)
+            sums.append(self._minibatch(batch, rows, proximal, advantages))
             norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), config.grad_clip)
+            norms.append(float(_whole(norm)))
             self._optimizer.step()
             self._optimizer.zero_grad(set_to_none=True)
-            losses.append(loss)
-            norms.append(float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm))
-            entropies.append(entropy)
-            ratios.append(weight)
+        means = torch.stack(sums).mean(0)
+        dist.all_reduce(means)
+        loss, entropy, weight, clipped = means.tolist()
         self.version = number + 1
         rewards = torch.tensor(batch.rewards)
+        stale = ((batch.versions < number) * batch.mask).sum() / batch.mask.sum()
         self.finished = StepFinished(
             batch=number,
             version=PolicyVersion(self.version),
@@ -128,115 +144,155 @@ class Learner:
             trained_tokens=batch.reply_tokens,
             reward_mean=float(rewards.mean()),
             reward_std=float(rewards.std(unbiased=False)),
-            loss=_mean(losses),
-            grad_norm=_mean(norms),
-            zero_variance_groups=flat,
+            loss=loss,
+            grad_norm=sum(norms) / len(norms),
+            zero_variance_groups=advantages.flat_groups,
             metrics={
-                "entropy": _mean(entropies),
-                "importance_weight": _mean(ratios),
-                "staleness": float(number - min(batch.versions)),
+                "entropy": entropy,
+                "importance_weight": weight,
+                "clipped_share": clipped,
+                "staleness": float(number - batch.oldest_version),
+                "stale_share": float(stale),
                 "trajectories": float(len(batch.rewards)),
+                "lr": float(self._optimizer.param_groups[0]["lr"]),
             },
         )
         return self.finished
 
     def _minibatches(self, number: int, size: int) -> Iterator[Tensor]:
-        """Index tensors of every epoch's minibatches; the order follows from seed and batch, so a repeat is the same."""
+        """Rows of every epoch's minibatches; the order follows from seed and batch."""
         generator = torch.Generator().manual_seed(self.config.seed * 1_000_003 + number)
         for _ in range(self.config.epochs):
             order = torch.randperm(size, generator=generator)
             yield from order.split(self.config.minibatch_trajectories)
 
+    def _share(self, rows: Tensor) -> tuple[Tensor, float]:
+        """This rank's rows, and their weight: a rank without any computes one for nothing, as all must take part."""
+        mine = rows[self.rank :: self.config.ranks]
+        return (mine, 1.0) if len(mine) else (rows[:1], 0.0)
+
     def _proximal(self, batch: Batch) -> Tensor:
-        """Log-probabilities [B,T-1] under the version that training begins with."""
+        """Log-probabilities [B,T-1] under the version that training begins with; the ranks share the work."""
+        found = torch.zeros_like(batch.behaviour)
         with torch.no_grad():
-            chunks = [
-                self._logprobs(batch, rows)[0].cpu()
-                for rows in torch.arange(len(batch.rewards)).split(self.config.minibatch_trajectories)
-            ]
-        return torch.cat(chunks)
+            for rows in torch.arange(len(batch.rewards)).split(self.config.minibatch_trajectories):
+                mine, weight = self._share(rows)
+                found[mine] += weight * self._logprobs(batch, mine)[0].cpu()
+        dist.all_reduce(found)
+        return found
 
     def _logprobs(self, batch: Batch, rows: Tensor) -> tuple[Tensor, Tensor]:
         tokens = batch.tokens[rows].to(self.device)
         logits = self._model(tokens, batch.lengths[rows].to(self.device))
         return grpo.reply_logprobs(logits, tokens, self.config.temperature)
 
-    def _minibatch(
-        self, batch: Batch, rows: Tensor, proximal: Tensor, advantages: Tensor
-    ) -> tuple[float, float, float]:
-        """Gradients of one minibatch: this rank's share of its rows, normalised by the tokens of all ranks."""
+    def _minibatch(self, batch: Batch, rows: Tensor, proximal: Tensor, advantages: grpo.Advantages) -> Tensor:
+        """Gradients of one minibatch: this rank's rows, normalised by the tokens of all ranks' rows."""
+        config = self.config
         total = batch.mask[rows].sum().clamp(min=1.0).to(self.device)
-        mine = rows[self.rank :: self.config.ranks]
-        if len(mine) == 0:  # every rank must take part in the collectives
-            mine = rows[:1]
-            share = 0.0
-        else:
-            share = 1.0
+        mine, share = self._share(rows)
         mask = batch.mask[mine].to(self.device) * share
+        useful = mask * advantages.informative[mine].unsqueeze(1).to(self.device)
+        before, behaviour = proximal[mine].to(self.device), batch.behaviour[mine].to(self.device)
         current, entropies = self._logprobs(batch, mine)
-        behaviour = batch.behaviour[mine].to(self.device)
-        before = proximal[mine].to(self.device)
         gain = grpo.objective(
             current,
             before,
             behaviour,
-            advantages[mine].to(self.device),
-            clip_low=self.config.clip_low,
-            clip_high=self.config.clip_high,
-            importance_cap=self.config.importance_cap,
+            advantages.values[mine].to(self.device),
+            clip_low=config.clip_low,
+            clip_high=config.clip_high,
+            importance_cap=config.importance_cap,
         )
-        gain = gain + self.config.entropy_coefficient * entropies
+        loss = -((gain + config.entropy_coefficient * entropies) * useful).sum() / total
         # FSDP averages gradients over ranks; the sum over all tokens divided by their number is wanted.
-        loss = -(gain * mask).sum() / total * self.config.ranks
-        loss.backward()
+        (loss * config.ranks).backward()
         with torch.no_grad():
-            weight = (before - behaviour).exp().clamp(max=self.config.importance_cap)
-            own = mask.sum().clamp(min=1.0)
-            return float(loss), float((entropies * mask).sum() / own), float((weight * mask).sum() / own)
+            weights = grpo.importance_weights(before, behaviour, config.importance_cap)
+            ratio = (current - before).exp()
+            clipped = (ratio < 1 - config.clip_low) | (ratio > 1 + config.clip_high)
+            parts = [(values * mask).sum() / total for values in (entropies, weights, clipped)]
+            return torch.stack([loss.detach(), *parts]).cpu()
 
-    # --- what lasts (DESIGN 8: checkpoint, then snapshot, then news)
+    # ---- what lasts (DESIGN 8: checkpoint, then snapshot, then news) ----
 
     def checkpoint(self) -> None:
-        """Write parameters and optimiser of this version atomically; prune old ones."""
-        target = self.config.checkpoints / f"v{self.version:06d}"
+        """Write parameters and optimiser of this version, complete or not at all; prune old ones."""
+        assert self.finished is not None and self.resident, "only a trained version is worth a checkpoint"
+        target = self.config.checkpoints / f"v{self.version:08d}"
         draft = target.with_suffix(".part")
         if self.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
         dist.barrier()
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        dcp.save({"model": model, "optimizer": optimizer}, checkpoint_id=str(draft))
+        torch_checkpoint.save(self._model, self._optimizer, draft)
         if self.rank == 0:
-            (draft / META).write_bytes(msgspec.json.encode(CheckpointMeta(self.version, self.finished)))
+            with (draft / META).open("wb") as file:
+                file.write(msgspec.json.encode(CheckpointMeta(self.version, self.finished)))
+                file.flush()
+                os.fsync(file.fileno())
             shutil.rmtree(target, ignore_errors=True)
             draft.rename(target)
+            _sync_folder(target.parent)
             for old in complete_checkpoints(self.config.checkpoints)[:-KEEP_CHECKPOINTS]:
                 shutil.rmtree(old, ignore_errors=True)
         dist.barrier()
 
     def restore(self) -> bool:
-        """Load the newest complete checkpoint; False if there is none (the initial model stays)."""
+        """Load the newest complete checkpoint; False if there is none (the initial model stays, version 0)."""
         found = complete_checkpoints(self.config.checkpoints)
         if not found:
             return False
         meta = msgspec.json.decode((found[-1] / META).read_bytes(), type=CheckpointMeta)
-        model, optimizer = get_state_dict(self._model, self._optimizer)
-        state = {"model": model, "optimizer": optimizer}
-        dcp.load(state, checkpoint_id=str(found[-1]))
-        set_state_dict(
-            self._model, self._optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        torch_checkpoint.load(self._model, self._optimizer, found[-1])
         self.version, self.finished = meta.version, meta.finished
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Gather the full weights and write them as version `version` (rank 0 returns what to announce)."""
-        full = get_model_state_dict(self._model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        """Gather the full weights and write them as version `version`; rank 0 returns what to announce."""
+        assert self.resident, "the parameters were released: acquire first"
+        full: dict[str, Tensor] = {}
+        for name, parameter in cast(nn.Module, self._model).named_parameters():
+            value = _whole(parameter.detach())  # collective
+            if self.rank == 0:
+                full[name] = value.cpu()
         if self.rank != 0:
             return None
         return write_snapshot(
             full, self.config.snapshots, self.version, self.model_dir, keep=self.config.keep_snapshots
         )
+
+    # ---- lending (DESIGN 6: borrow and return) ----
+
+    def release(self) -> int:
+        """Give up parameters, gradients and optimiser; bytes freed on all ranks, as the driver or the system sees it.
+
+        What was given up is in the newest checkpoint (at version 0, in the initial model).
+        """
+        before = self._occupied()
+        self._model = self._optimizer = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+        elif sys.platform == "linux":
+            ctypes.CDLL(None).malloc_trim(0)  # or the allocator keeps it for this process
+        freed = torch.tensor([max(0, before - self._occupied())], dtype=torch.int64)
+        dist.all_reduce(freed)
+        return int(freed.item())
+
+    def acquire(self) -> None:
+        """Take parameters and optimiser back, as they were when released."""
+        assert not self.resident, "acquired already"
+        expected = self.version
+        self._build()
+        self.restore()
+        assert self.version == expected, f"released at version {expected}, but the checkpoint is {self.version}"
+
+    def _occupied(self) -> int:
+        """Bytes that this rank takes from others: of the GPU's memory, or of the host's."""
+        if self.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.device)
+        return int(psutil.Process().memory_info().rss)
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
@@ -244,5 +300,16 @@ def complete_checkpoints(folder: Path) -> list[Path]:
     return sorted(path.parent for path in folder.glob(f"v[0-9]*/{META}") if path.parent.suffix == "")
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / max(1, len(values))
+def _whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered; collective."""
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -5,55 +5,59 @@ Owns: the optimiser state, checkpoints, snapshots. Never decides when to train, 
 time `trainer.resume/1` comes, the table says that the GPUs are its own.
 
 Order of every step (DESIGN 8): checkpoint -> snapshot -> `weights.published/1` -> `train_step.finished/1`. A trainer that
-dies before the checkpoint trains the batch again, after it says again what it would have said. Being told twice is harmless.
+dies before the checkpoint is complete trains the batch again when told again; one that dies after it says, at its next
+start, what was left to say. Commands are repeated by their sender until the fact that answers them: one that comes while
+another is obeyed is dropped, and obeying one twice is harmless.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
-import json
 import secrets
 import time
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import msgspec
 
 from messages.agent import TurnFinished
 from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchReady, StepFinished, WeightsPublished
 from messages.subjects import event_subject, message_id, stream, subject_of
-from messages.toggle_manager import TrainerReady
-from messages.trainer import TrainerResume
+from messages.toggle_manager import TrainerReady, TrainerReleased
+from messages.trainer import TrainerRelease, TrainerResume
 from services.connect import connect
 from services.jobfile import JobFile
-from services.runtime.bus import Bus, BusUnavailable
+from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, Subscription
 from services.runtime.log import get_logger
 from services.trainer.config import Config
+from services.trainer.launch import keep_ranks
+from services.trainer.metrics import Metrics
 
-BATCH_WAIT_S = 0.2
-BATCH_TRIES = 50
-"""`batch.ready/1` is stored before training begins; a lagging replica may show it a little later."""
+PUBLISH_RETRY_S: Final = 0.5
+DEAD_BYTES: Final = 1024
+
+Command = TrainerResume | TrainerRelease
+
+log = get_logger("trainer")
 
 
 async def serve(job: JobFile, stop: asyncio.Event, job_path: Path) -> None:
-    """Serve until `stop`, with all ranks."""
+    """Serve until `stop`, with all ranks. Raises RanksFailedError, ConfigError, BusUnavailable."""
     if job.training.ranks == 1:
         await serve_ranks(job, stop)
         return
-    from services.trainer.ranks import run_torchrun
-
-    status = await run_torchrun(job_path, job.training.ranks, stop)
-    assert status == 0 or stop.is_set(), f"torchrun ended with status {status}"
+    await keep_ranks(job_path, job.training.ranks, stop)
 
 
 async def serve_ranks(job: JobFile, stop: asyncio.Event) -> None:
     """Rank 0: serve the bus until `stop`."""
     bus = await connect(job, "trainer")
-    trainer = Trainer(job, bus)
     try:
-        await trainer.run(stop)
+        await Trainer(job, bus).run(stop)
     finally:
         await bus.close()
 
@@ -62,91 +66,152 @@ class Trainer:
     """Rank 0 and its command loop."""
 
     def __init__(self, job: JobFile, bus: Bus) -> None:
-        from services.models.files import initial_model
+        from services.models.files import initial_model  # torch: this module must import without it
         from services.trainer.ranks import Group
 
-        self._job = job
         self._name = job.job.name
         self._config = Config.of(job)
         self._bus = bus
-        self._log = get_logger("trainer")
         self._group = Group(self._config, initial_model(job))
-        self._announced: WeightsPublished | None = None
         self._metrics = Metrics(self._config.metrics)
+        self._announced: WeightsPublished | None = None
+        self._released: TrainerReleased | None = None  # the answer to the newest release, while it holds
+        self._command: Command | None = None  # the one being obeyed, or next
+        self._arrived = asyncio.Event()
+        self._idle = asyncio.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Whether it starts, or obeys a command; others are dropped meanwhile."""
+        return not self._idle.is_set()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Restore, announce where we are, then obey until `stop`."""
         commands = await self._bus.subscribe(f"pearl.{self._name}.cmd.trainer")
         try:
-            restored = await self._group.call("restore")
-            if not restored:
-                await self._group.call("checkpoint")
-            learner = self._group.learner
-            self._log.info(f"at version {learner.version}", action="trainer.ready", restored=restored)
-            await self._announce()
-            ready = TrainerReady(start_id=secrets.token_hex(6), version=learner.version, ranks=self._config.ranks)
-            await self._publish(ready)
-            while not stop.is_set():
-                delivery = await commands.next(0.5)
-                if delivery is None:
-                    continue
-                try:
-                    command = decode(delivery.data, TrainerResume)
-                except UndecodableMessage as error:
-                    self._log.warning(f"refused a command: {error.reason}", action="trainer.refused")
-                    continue
-                await self._resume(command)
+            async with asyncio.TaskGroup() as group:
+                listening, working = group.create_task(self._listen(commands)), group.create_task(self._work())
+                await stop.wait()
+                listening.cancel()
+                await (
+                    self._idle.wait()
+                )  # a step under way is worth finishing; the process is ended if it takes too long
+                working.cancel()
+        except BaseExceptionGroup as errors:
+            raise errors.exceptions[0] from None
         finally:
             await commands.stop()
             await self._group.close()
             self._metrics.close()
 
+    # ---- commands ----
+
+    async def _listen(self, commands: Subscription) -> None:
+        async for delivery in commands:
+            try:
+                command = decode(delivery.data, TrainerResume, TrainerRelease)
+            except UndecodableMessage as error:
+                await self._dead_letter(delivery, error.reason)
+                continue
+            if self._command is None:
+                self._command = command
+                self._idle.clear()
+                self._arrived.set()
+
+    async def _work(self) -> None:
+        restored = await self._group.call("restore")
+        learner = self._group.learner
+        log.info(f"at version {learner.version}", action="trainer.ready", restored=restored, ranks=self._config.ranks)
+        await self._announce()
+        await self._publish(
+            TrainerReady(start_id=secrets.token_hex(6), version=learner.version, ranks=self._config.ranks)
+        )
+        while True:
+            if self._command is None:
+                self._idle.set()
+            await self._arrived.wait()
+            self._arrived.clear()
+            try:
+                match self._command:
+                    case TrainerResume() as resume:
+                        await self._resume(resume)
+                    case TrainerRelease() as release:
+                        await self._release(release)
+                    case None:
+                        raise AssertionError("woken without a command")
+            except BusError as error:
+                log.warning(f"not obeyed, it will be repeated: {error}", action="trainer.unavailable")
+            self._command = None
+
     async def _resume(self, command: TrainerResume) -> None:
         version = self._group.learner.version
-        if command.batch < version:
-            await self._announce(fresh=True)
-            return
         if command.batch > version:
-            self._log.error(
-                f"told to train batch {command.batch}, but this is version {version}: not trained",
+            log.error(
+                f"told to train batch {command.batch}, but this is version {version}: not trained; "
+                f"are the checkpoints in {self._config.checkpoints} those of this run?",
                 action="trainer.refused",
+                epoch=command.epoch,
             )
+        elif command.batch < version:
+            await self._announce(fresh=True)
+        else:
+            await self._train(command.batch)
+
+    async def _release(self, command: TrainerRelease) -> None:
+        released = self._released
+        if released is not None:
+            again = msgspec.structs.replace(released, epoch=command.epoch)
+            await self._publish(again, fresh=True)
             return
-        await self._train(command.batch)
+        begun = time.monotonic()
+        freed = await self._group.call("release")
+        took_ms = int((time.monotonic() - begun) * 1000)
+        self._released = TrainerReleased(epoch=command.epoch, freed_bytes=freed, took_ms=took_ms)
+        log.info(f"released {freed} bytes in {took_ms} ms", action="trainer.released", epoch=command.epoch)
+        await self._publish(self._released)
+
+    # ---- a train step ----
 
     async def _train(self, number: int) -> None:
-        from services.trainer.data import IncompleteBatch, build
+        from services.trainer.data import UnusableBatchError, build
 
         begun = time.monotonic()
         ready = await self._batch_ready(number)
         if ready is None:
-            self._log.error(f"no batch.ready/1 of batch {number} in the stream", action="trainer.refused")
+            log.warning(f"no batch.ready/1 of batch {number} in the stream yet", action="trainer.refused")
             return
+        records = await self._journal(ready)
         try:
-            batch = build(ready, await self._journal(ready))
-        except IncompleteBatch as error:
-            self._log.error(f"batch {number}: {error}", action="trainer.refused")
+            batch = await asyncio.to_thread(build, ready, records)
+        except UnusableBatchError as error:
+            log.error(str(error), action="trainer.refused")
             return
+        if self._released is not None:
+            await self._group.call("acquire")
+            self._released = None
         read_s = time.monotonic() - begun
         finished: StepFinished = await self._group.call("train", number, batch)
         await self._group.call("checkpoint")
+        checkpoint_s = time.monotonic() - begun - read_s - finished.train_s
         await self._announce()
-        self._metrics.write(finished)
-        self._log.info(
+        log.info(
             f"trained batch {number}: reward {finished.reward_mean:.3f} in {time.monotonic() - begun:.2f} s",
             action="train_step",
             read_s=round(read_s, 3),
             train_s=round(finished.train_s, 3),
+            checkpoint_s=round(checkpoint_s, 3),
         )
 
     async def _batch_ready(self, number: int) -> BatchReady | None:
         subject = event_subject(self._name, BatchReady, str(number))
-        for _ in range(BATCH_TRIES):
-            delivery = await self._bus.last(stream(self._name, "ev"), subject)
-            if delivery is not None:
-                return decode(delivery.data, BatchReady)
-            await asyncio.sleep(BATCH_WAIT_S)
-        return None
+        delivery = await self._bus.last(stream(self._name, "ev"), subject)
+        if delivery is None:
+            return None
+        try:
+            return decode(delivery.data, BatchReady)
+        except UndecodableMessage as error:
+            await self._dead_letter(delivery, error.reason)
+            return None
 
     async def _journal(self, ready: BatchReady) -> dict[int, TurnFinished]:
         """The records the batch refers to, by sequence; one ordered read over their range."""
@@ -154,29 +219,32 @@ class Trainer:
         records: dict[int, TurnFinished] = {}
         if not wanted:
             return records
-        subject = f"pearl.{self._name}.journal.*"
-        async for delivery in self._bus.read(
-            stream(self._name, "journal"), subject, first_seq=min(wanted), last_seq=max(wanted)
-        ):
+        turns = self._bus.read(
+            stream(self._name, "journal"),
+            f"pearl.{self._name}.journal.*",
+            first_seq=min(wanted),
+            last_seq=max(wanted),
+        )
+        async for delivery in turns:
             if delivery.seq in wanted:
-                with contextlib.suppress(UndecodableMessage):
+                with contextlib.suppress(UndecodableMessage):  # counted as missing, with its sequence
                     records[delivery.seq] = decode(delivery.data, TurnFinished)
         return records
 
+    # ---- news ----
+
     async def _announce(self, *, fresh: bool = False) -> None:
-        """Snapshot this version and publish it, and the step that made it. `fresh` ids reach even those who missed it."""
+        """Snapshot this version and publish it, and the step that made it. `fresh`: as new facts, for who missed them."""
         learner = self._group.learner
         if self._announced is None or self._announced.version != learner.version:
-            snapshot = await self._group.call("snapshot")
+            written = await self._group.call("snapshot")
             self._announced = WeightsPublished(
-                version=snapshot.version,
-                uri=snapshot.uri,
-                manifest_sha256=snapshot.manifest_sha256,
-                bytes=snapshot.bytes,
+                version=written.version, uri=written.uri, manifest_sha256=written.manifest_sha256, bytes=written.bytes
             )
-        for message in (self._announced, learner.finished):
-            if message is not None:
-                await self._publish(message, fresh=fresh)
+        await self._publish(self._announced, fresh=fresh)
+        if learner.finished is not None:
+            await self._publish(learner.finished, fresh=fresh)
+            await asyncio.to_thread(self._metrics.write, learner.finished)
 
     async def _publish(self, message: Message, *, fresh: bool = False) -> None:
         """Until stored: a trainer that cannot say what it did must not go on."""
@@ -189,44 +257,19 @@ class Trainer:
                 await self._bus.publish_durable(subject_of(self._name, message), encode(message), msg_id=identity)
                 return
             except BusUnavailable as error:
-                self._log.warning(f"not stored yet: {error}", action="trainer.unavailable")
+                log.warning(f"not stored yet: {error}", action="trainer.unavailable", msg_id=identity)
+                await asyncio.sleep(PUBLISH_RETRY_S)
 
-
-class Metrics:
-    """Train metrics where people look: JSON lines, and TensorBoard if it is installed."""
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = (folder / "train.jsonl").open("a", encoding="utf-8")
-        self._folder = folder
-        self._board: Any = None  # SummaryWriter; made late, since importing it is slow
-
-    def write(self, step: StepFinished) -> None:
-        """Append one train step."""
-        values: dict[str, Any] = msgspec.to_builtins(step)
-        values |= values.pop("metrics")
-        self._file.write(json.dumps(values) + "\n")
-        self._file.flush()
-        if self._board is None:
-            with contextlib.suppress(ImportError):
-                from torch.utils.tensorboard import SummaryWriter
-
-                self._board = SummaryWriter(str(self._folder / "tensorboard"))
-        if self._board is not None:
-            for name in (
-                "reward_mean",
-                "reward_std",
-                "loss",
-                "grad_norm",
-                "train_s",
-                "zero_variance_groups",
-                "entropy",
-            ):
-                self._board.add_scalar(f"train/{name}", values[name], step.batch)
-            self._board.flush()
-
-    def close(self) -> None:
-        """Flush what is open."""
-        self._file.close()
-        if self._board is not None:
-            self._board.close()
+    async def _dead_letter(self, delivery: Delivery, reason: str) -> None:
+        log.warning(f"refused a message on {delivery.subject}: {reason}", action="trainer.refused")
+        letter = DeadLetter(
+            subject=delivery.subject,
+            receiver="trainer",
+            reason=reason,
+            size=len(delivery.data),
+            data=base64.b64encode(delivery.data[:DEAD_BYTES]).decode(),
+        )
+        with contextlib.suppress(BusError):
+            await self._bus.publish_durable(
+                subject_of(self._name, letter), encode(letter), msg_id=f"trainer:{secrets.token_hex(8)}"
+            )

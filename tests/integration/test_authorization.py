@@ -205,6 +205,31 @@ async def test_what_the_server_sends_for_a_feed_cannot_become_an_event(job: JobF
     await reader.close()
 
 
+async def test_a_writer_of_one_key_cannot_wipe_the_bucket(job: JobFile) -> None:
+    """A roll-up header under one's own key would purge all the others' checkpoints, where a bucket allows it."""
+    router = await connect(job, "router")
+    await router.put(f"{JOB}_state", "router", b"checkpoint", last_revision=None)
+    async with as_user(job, "feed") as intruder:
+        for scope in ("all", "sub"):
+            await intruder.publish(f"$KV.{JOB}_state.feed", b"mine", headers={"Nats-Rollup": scope})
+    assert (await router.get(f"{JOB}_state", "router") or pytest.fail()).data == b"checkpoint"
+    await router.close()
+
+
+async def test_a_guessed_message_id_cannot_make_an_event_look_repeated(job: JobFile) -> None:
+    """The stream knows a message by its id, whoever sent it: so ids are sealed with their user's key."""
+    subject = f"pearl.{JOB}.ev.training_begin.-"
+    async with as_user(job, "feed") as intruder:
+        assert await intruder.publish(EVENT, b"{}", headers={"Nats-Msg-Id": "training.begin/1:3"})
+        await intruder.client.request(EVENT, b"{}", timeout=2)
+    pipeline = await connect(job, "pipeline_scheduler")
+    seq = await pipeline.publish_durable(subject, b"begin", msg_id="training.begin/1:3")
+    assert await pipeline.publish_durable(subject, b"begin", msg_id="training.begin/1:3") == seq
+    stored = await pipeline.last(f"{JOB}_EV", subject)
+    await pipeline.close()
+    assert stored is not None and (stored.data, stored.seq) == (b"begin", seq)
+
+
 async def test_a_monitor_hears_and_reads_what_a_feed_publishes(job: JobFile) -> None:
     monitor, feed = await connect(job, "monitor"), await connect(job, "preemption_feed")
     heard = await monitor.subscribe(f"pearl.{JOB}.ev.>")

@@ -14,6 +14,7 @@ from services.checker.core import Expected, Journalled, Report, check
 from services.jobfile import JobFile, JobSection, PipelineSection
 from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
+from services.runtime.dead_letters import dead_letter
 
 GROUPS, SIZE, BATCHES, TURNS = 2, 2, 2, 2
 EXPECTED = Expected(batch_trajectories=GROUPS * SIZE, group_size=SIZE, staleness=1)
@@ -336,6 +337,7 @@ async def _published(tmp_path, run: Run, **pipeline: object):
     bus = broker.connect()
     await bus.ensure_stream(StreamSpec(name="demo_EV", subjects=("pearl.demo.ev.>",)))
     await bus.ensure_stream(StreamSpec(name="demo_JOURNAL", subjects=("pearl.demo.journal.>",)))
+    await bus.ensure_stream(StreamSpec(name="demo_DEAD", subjects=("pearl.demo.dead.>",)))
     for index, message in enumerate([entry.record for entry in run.journal] + run.ends + run.batches + run.steps):
         await bus.publish_durable(subject_of("demo", message), encode(message), msg_id=f"{message_id(message)}:{index}")
     folder = tmp_path / "demo" / "attempts"
@@ -362,8 +364,20 @@ async def test_planted_faults_are_found_there_too(tmp_path):
     bus, job = await _published(tmp_path, run, keep_journal=True)
     await bus.publish_durable("pearl.demo.journal.x", b"nonsense", msg_id="n")
     (tmp_path / "demo" / "attempts" / "b-w0.1.msgpack").write_bytes(b"\x00\x00\x00\x01x")
-    rules = {violation.rule for violation in (await collect.check(bus, job)).violations}
-    assert rules == {"regenerated", "ended_twice", "unreadable", "log_unreadable"}
+    report = await collect.check(bus, job)
+    assert {violation.rule for violation in report.violations} == {"regenerated", "ended_twice", "log_unreadable"}
+    assert report.strays == 1 and "demo_JOURNAL" in report.stray[0]
+
+
+async def test_what_was_refused_is_no_record_of_the_run(tmp_path):
+    bus, job = await _published(tmp_path, Run(), keep_journal=True)
+    forged = replace(Run().steps[0], batch=7)
+    seq = await bus.publish_durable(subject_of("demo", forged), encode(forged), msg_id="forged")
+    assert (await collect.check(bus, job)).violations
+    letter = dead_letter("pipeline_scheduler", subject_of("demo", forged), encode(forged), "batch 7", seq)
+    await bus.publish_durable(subject_of("demo", letter), encode(letter), msg_id="letter")
+    report = await collect.check(bus, job)
+    assert report.violations == () and report.strays == 1
 
 
 async def test_a_journal_purged_on_the_way_passes_unless_it_was_to_be_kept(tmp_path):

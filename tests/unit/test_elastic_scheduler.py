@@ -139,8 +139,10 @@ def test_finished_of_an_older_batch_does_not_end_the_newer_one() -> None:
         (reclaimed("p0", 0, notice_ms=-1), "negative"),
         (reclaimed("p0", 0, notice_ms=24 * 3600 * 1000 + 1), "longer than a day"),
         (NodeUp(node=NodeId("x9"), gpus=(0,), agent_incarnation=1, host="h"), "not in the job file"),
-        (TrainingBegin(batch=-1), "negative"),
-        (TrainingFinished(batch=-2, version=PolicyVersion(0)), "negative"),
+        (TrainingBegin(batch=-1), "the job has batches 0 to"),
+        (TrainingBegin(batch=1_000_000), "the job has batches 0 to"),
+        (TrainingFinished(batch=-2, version=PolicyVersion(0)), "the job has batches 0 to"),
+        (TrainingFinished(batch=1, version=PolicyVersion(2)), "has not begun"),
         (3, "does not handle int"),
     ],
 )

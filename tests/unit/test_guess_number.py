@@ -191,3 +191,12 @@ def test_options_are_only_what_the_environment_takes():
     unknown = msgspec.structs.replace(job(), environment=EnvironmentSection(options={"numbers": "many"}))
     with pytest.raises(ConfigError, match="cannot be made"):
         environment_factory(unknown)
+
+
+async def test_with_thoughts_the_last_word_is_the_guess() -> None:
+    game = GuessNumber(thoughts=1)
+    await game.reset(4)  # the number is 5
+    assert (await game.step("5 3")).observation == "higher"
+    assert (await game.step("3 higher")).observation == "invalid"
+    assert (await game.step("lower 5")).reward == 1.0
+    assert GuessTokenizer(thoughts=1).stop_ids == [GuessTokenizer().eos_id]

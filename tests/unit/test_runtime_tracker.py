@@ -14,7 +14,7 @@ from services.jobfile import JobFile
 from services.profile import problem_of
 from services.runtime.core import Input, Refuse, Send
 from services.runtime_tracker.config import Config
-from services.runtime_tracker.core import RuntimeTrackerCore, State
+from services.runtime_tracker.core import OPERATIONS, RuntimeTrackerCore, State
 from services.runtime_tracker.fit import Line
 
 CORE = RuntimeTrackerCore(Config.of(JobFile()))
@@ -180,7 +180,9 @@ def test_samples_are_bounded_in_rate_and_number() -> None:
     state = small.initial()
     for index in range(5):
         state, _ = small.step(state, Input(0, heartbeat(f"n-w{index}", 1, 0.01, 0, 1)))
-        state, _ = small.step(state, Input(0, OperationTimed(operation=f"o{index}", worker="", took_s=1.0)))
+        state, _ = small.step(state, Input(0, OperationTimed(operation=OPERATIONS[index], worker="", took_s=1.0)))
+    refused, effects = small.step(state, Input(0, OperationTimed(operation="anything", worker="", took_s=1.0)))
+    assert refused == state and isinstance(effects[0], Refuse)
     assert len(state.workers) == 2 and len(state.costs) == 2
 
 

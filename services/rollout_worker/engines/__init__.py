@@ -6,9 +6,9 @@ from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import Engine
 
 
-def make_engine(rollout: RolloutSection, device: str) -> Engine:
-    """The engine that `rollout.engine` names (checked by the worker's Config)."""
+def make_engine(rollout: RolloutSection, device: str, address: str = "127.0.0.1") -> Engine:
+    """The engine that `rollout.engine` names (checked by the worker's Config), on a node with this address."""
     assert rollout.engine == "torch", f"no engine {rollout.engine!r}"
     from services.rollout_worker.engines.torch_engine import TorchEngine  # torch: heavy
 
-    return TorchEngine(rollout, device)
+    return TorchEngine(rollout, device, address=address)
