@@ -26,11 +26,13 @@ _SLACK_S = 1e-9
 
 
 class Event(msgspec.Struct, frozen=True):
-    """What happened to a request: "reserved" (a remote context has its room), "first" (token of this submission), "end"."""
+    """What happened to a request: "reserved" (a remote context has its room), "dropped" (and has lost it again), "first" (token
+    of this submission), "end". `cached`: context tokens that it found computed when it was first let in."""
 
     at_s: float
     key: int
     kind: str
+    cached: int = 0
 
 
 class Sums(msgspec.Struct):
@@ -89,6 +91,7 @@ class EngineModel:
         self.hardware = hardware
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
+        self.prefill_only = False  # of a prefill engine: a context of one missing token counts as prefill, too
         self.cache = PrefixCache(kv_tokens)
         self.sums = Sums()
         self.now_s = 0.0  # the caller's clock, when it last said
@@ -98,6 +101,7 @@ class EngineModel:
         self._works: dict[int, _Work] = {}
         self._iteration: _Iteration | None = None  # began at now_s
         self._changed = False  # since it began: others may join the next
+        self._dropped: list[Event] = []  # to be told at the next advance
         self._paused = False
 
     # ---- what is asked ----
@@ -116,6 +120,9 @@ class EngineModel:
     def queued(self) -> int:
         """Requests that wait for it."""
         return len(self._waiting)
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._works
 
     def requests(self) -> list[int]:
         """All requests here, in order of submission."""
@@ -216,6 +223,9 @@ class EngineModel:
         events: list[Event] = []
         while True:
             iteration = self._iteration or self._begin(events)
+            if self._dropped:
+                events += self._dropped
+                self._dropped.clear()
             if iteration is None:
                 self._at_s = self.now_s
                 return events
@@ -243,11 +253,12 @@ class EngineModel:
             work = self._waiting.popleft()
             self._running.append(work)
             if work.remote:
-                events.append(Event(self._at_s, work.key, "reserved"))
+                events.append(Event(self._at_s, work.key, "reserved", work.computed))
         chunks: list[tuple[_Work, int]] = []
         budget = self.chunk_tokens
+        least = 0 if self.prefill_only else 1
         for work in self._running:
-            if work.missing > 1 and not work.remote and budget:
+            if work.missing > least and not work.remote and budget:
                 count = min(work.missing, budget)
                 budget -= count
                 chunks.append((work, count))
@@ -282,6 +293,8 @@ class EngineModel:
 
     def _decoding(self) -> list[_Work]:
         """Who decodes next, each with room for one more token: if need be, from the youngest."""
+        if self.prefill_only:
+            return []
         batch = [work for work in self._running if work.missing == 1 and not work.remote]
         while len(batch) > self.cache.room:
             youngest = self._running[-1]
@@ -380,10 +393,10 @@ class EngineModel:
 
     def _close(self, works: list[_Work], first: list[_Work], events: list[Event]) -> None:
         """Tell of first tokens, and end what is complete."""
-        events += [Event(self._at_s, work.key, "first") for work in first]
+        events += [Event(self._at_s, work.key, "first", work.cached) for work in first]
         for work in works:
             if work.length == len(work.tokens):
-                events.append(Event(self._at_s, work.key, "end"))
+                events.append(Event(self._at_s, work.key, "end", work.cached))
                 self.end(work.key)
 
     # ---- memory ----
@@ -405,6 +418,8 @@ class EngineModel:
     def _retract(self, work: _Work) -> None:
         self._running.remove(work)
         self._waiting.appendleft(work)
+        if work.remote:
+            self._dropped.append(Event(self.now_s, work.key, "dropped"))
         self._give_back(work, keep=0)
         self._forget(work)
         self.sums.retracted += 1

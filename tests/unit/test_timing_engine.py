@@ -120,7 +120,7 @@ def test_whatever_is_asked_the_accounts_hold(seed: int):
             engine.pause()
             engine.resume()
         for event in engine.advance_to(engine.now_s + generator.expovariate(3)):
-            if event.kind == "reserved" and event.key in engine.requests():
+            if event.kind == "reserved" and event.key in engine:
                 engine.arrived(event.key)
             made[event.key] = made.get(event.key, 0) + (event.kind == "end")
         assert engine.cache.held + engine.cache.stored <= 4000
