@@ -10,7 +10,7 @@ import pytest
 from messages.ids import PolicyVersion, Role
 from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import EngineError, GenerateSpec
-from services.rollout_worker.engines.emulated import VOCABULARY, EmulatedEngine, made_up
+from services.rollout_worker.engines.emulated import FIRST_ID, IDS, EmulatedEngine, made_up
 from services.snapshot import write_folder
 from services.timing import hardware
 
@@ -102,6 +102,6 @@ async def test_a_request_takes_the_models_time_on_any_clock(tmp_path: Path):
 
 
 def test_made_up_tokens_are_spread():
-    drawn = {made_up(seed, index) for seed in range(20) for index in range(50)}
-    assert drawn == set(range(VOCABULARY))
+    drawn = {made_up(seed, index) for seed in range(40) for index in range(50)}
+    assert drawn == set(range(FIRST_ID, FIRST_ID + IDS))
     assert len({tuple(made_up(seed, index) for index in range(8)) for seed in range(2000)}) == 2000

@@ -35,8 +35,9 @@ FLUSH_S: Final = 0.1
 edge about 0.1 ms each, and nobody reads along."""
 QUEUE_FACTOR: Final = 8
 """Requests that may wait, in units of `max_running`, as in the torch engine."""
-VOCABULARY: Final = 96
-"""Ids that are made up are below this: one byte each on the wire."""
+FIRST_ID: Final = 32
+IDS: Final = 95
+"""Ids that are made up: printable ASCII, one byte each on the wire."""
 LOGPROB: Final = -1.0
 LIMITS: Final = Limits()
 
@@ -93,7 +94,7 @@ class _Reply:
 def made_up(seed: int, index: int) -> int:
     """Token `index` of a reply with this seed."""
     mixed = (seed * 0x9E3779B97F4A7C15 + index * 0xC2B2AE3D27D4EB4F) & 0xFFFFFFFFFFFFFFFF
-    return (((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) >> 32) % VOCABULARY
+    return FIRST_ID + (((mixed ^ (mixed >> 29)) * 0xBF58476D1CE4E5B9) >> 32) % IDS
 
 
 class EmulatedEngine:
