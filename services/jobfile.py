@@ -7,9 +7,10 @@ name the key, what is wrong and what to do; the command exits 2 on them.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +23,8 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+_STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
 
 class ConfigError(Exception):
@@ -65,8 +68,11 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
     max_running: PositiveInt = 64  # requests decoded together in one worker; more wait in it
     kv_cache_tokens: PositiveInt = 65536  # KV cache of one worker
     prefill_chunk_tokens: PositiveInt = 512  # longest prefill between two decode iterations
-    pace_decode_ms: NonNegativeFloat = 0.0  # least time of a decode iteration; 0: as fast as it goes
-    pace_prefill_us_per_token: NonNegativeFloat = 0.0  # least time per prefilled token
+    pace_decode_ms: NonNegativeFloat = 0.0  # least time of a decode iteration (A of eq. 1); 0: as fast as it goes
+    pace_decode_ms_per_sequence: NonNegativeFloat = (
+        0.0  # and this much more for each sequence in its batch (b of eq. 1)
+    )
+    pace_prefill_us_per_token: NonNegativeFloat = 0.0  # least time per prefilled token (t_prefill of eq. 1)
     update_pause: str = "in_place"  # at a weight update: "in_place" keeps the KV cache, "retract" recomputes it
     heartbeat_ms: PositiveInt = 250
     threads: PositiveInt = 1  # torch threads of a worker process
@@ -141,6 +147,9 @@ class FeedSection(_Section, frozen=True, kw_only=True):
 
 
 class DecisionSection(_Section, frozen=True, kw_only=True):
+    policy: str = (
+        "planner"  # or a fixed one to compare with: "colocated", or "static-pd:P:D", a ratio for any number of workers
+    )
     ratio_threshold: Fraction = 0.03  # a ratio change must win by this share of the makespan
     mode_threshold: Fraction = 0.08  # a mode switch must win by this share
     growth_threshold: Fraction = 0.0  # growing must win by this share
@@ -148,6 +157,9 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
+    toggle_guess_s: NonNegativeFloat = (
+        10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
+    )
 
 
 class TimeoutSection(_Section, frozen=True, kw_only=True):
@@ -156,6 +168,7 @@ class TimeoutSection(_Section, frozen=True, kw_only=True):
     prepare_ms: PositiveInt = 120000  # a joiner must be ready by then
     apply_ms: PositiveInt = 30000  # a plan's apply section
     drain_ms: PositiveInt = 5000  # a worker that has not drained by then is killed
+    return_ms: PositiveInt = 5000  # lent training GPUs are back so long after training asks for them
     admission_pause_ms: PositiveInt = 10000  # routers ignore a pause older than this
     lease_ms: PositiveInt = 3000  # a node agent silent for so long has lost its workers
     kill_grace_ms: PositiveInt = 1000  # between SIGTERM and SIGKILL
@@ -207,6 +220,16 @@ def rollout_slots(job: JobFile) -> tuple[Slot, ...]:
     )
 
 
+def parse_policy(text: str) -> tuple[int, int] | None:
+    """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner". Raises ValueError."""
+    if text in ("planner", "colocated"):
+        return None if text == "planner" else (0, 0)
+    match = _STATIC_PD.fullmatch(text)
+    if match is None:
+        raise ValueError(f'{text!r}: use "planner", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
+    return int(match[1]), int(match[2])
+
+
 def load(path: str | Path) -> JobFile:
     """Read and check a job file. Raises ConfigError."""
     source = Path(path)
@@ -251,6 +274,10 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
             f"pipeline.batch_trajectories = {job.pipeline.batch_trajectories} is not a multiple of "
             f"pipeline.group_size = {job.pipeline.group_size}"
         )
+    try:
+        parse_policy(job.decision.policy)
+    except ValueError as error:
+        yield f"decision.policy: {error}"
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

@@ -122,6 +122,17 @@ def write_folder(fill: Callable[[Path], None], root: str | Path, version: int, *
     return Snapshot(version, str(target), digest, Manifest(version, entries).bytes)
 
 
+def find_snapshot(root: str | Path, version: int) -> Snapshot | None:
+    """A snapshot written before, or None. Readers verify its files; a folder with this name was complete."""
+    target = Path(root).absolute() / f"v{version:08d}"
+    try:
+        manifest = (target / MANIFEST).read_bytes()
+        size = msgspec.json.decode(manifest, type=Manifest).bytes
+    except (OSError, msgspec.MsgspecError):
+        return None
+    return Snapshot(version, str(target), hashlib.sha256(manifest).hexdigest(), size)
+
+
 def verify(directory: str | Path, manifest_sha256: str) -> Manifest:
     """Check every byte of a snapshot folder. Raises SnapshotError naming the first file that is wrong."""
     base = Path(directory)

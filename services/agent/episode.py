@@ -261,7 +261,8 @@ class Episode:
         self._totals.add(record, await self._write(record), result.reward)
         self._context += reply.tokens
         self._last_worker = reply.worker
-        await self._tell(record, reply)
+        # Until the next question: to the workers, journalling is as much a pause as the environment's own time.
+        await self._tell(record, reply, away_s=time.monotonic() - asked)
         return result
 
     def _without_eos(self, tokens: list[int]) -> list[int]:
@@ -337,7 +338,7 @@ class Episode:
             reason=reason,
         )
 
-    async def _tell(self, record: TurnFinished, reply: Reply) -> None:
+    async def _tell(self, record: TurnFinished, reply: Reply, *, away_s: float) -> None:
         """Telemetry; losing it costs accuracy only."""
         message = RequestFinished(
             request=record.request,
@@ -350,7 +351,7 @@ class Episode:
             attempts=record.attempts,
             queue_s=reply.queue_s,
             decode_s=reply.decode_s,
-            env_s=record.env_s,
+            env_s=away_s,
         )
         with contextlib.suppress(BusUnavailable):
             await self._bus.publish(subject_of(self._config.job, message), encode(message))

@@ -58,8 +58,9 @@ def load_tokenizer(job: JobFile) -> Tokenizer:
 
 
 def stop_ids_of(tokenizer: Tokenizer) -> list[int]:
-    """The ids that end a turn: the tokenizer's `stop_ids` if it has any, else `eos_id`."""
-    return list(getattr(tokenizer, "stop_ids", None) or [tokenizer.eos_id])
+    """The ids that end a turn: the tokenizer's `stop_ids` if it has such a list (it may be empty), else `eos_id`."""
+    found = getattr(tokenizer, "stop_ids", None)
+    return [tokenizer.eos_id] if found is None else list(found)
 
 
 def load_class(entry: str, key: str) -> type[Any]:

@@ -10,6 +10,7 @@ from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import decode_on, stream, telemetry_subject
 from pearl_state.model import RoleTable
 from pearl_state.watch import Replica
+from services.jobfile import JobFile
 from services.monitor.board import KINDS, Board
 from services.runtime.bus import Bus, Delivery
 from services.runtime.clock import now_ms
@@ -20,10 +21,10 @@ DURABLE = tuple(kind for kind in KINDS if kind is not WorkerHeartbeat)
 class Collector:
     """Keeps a board current until stopped. Reads only."""
 
-    def __init__(self, bus: Bus, job_name: str, *, on_message: Callable[[int, object], None] | None = None) -> None:
-        self.board = Board()
+    def __init__(self, bus: Bus, job: JobFile, *, on_message: Callable[[int, object], None] | None = None) -> None:
+        self.board = Board(job)
         self._bus = bus
-        self._job = job_name
+        self._job = job.job.name
         self._on_message = on_message
         self._seen = 0
         self._replica = Replica()

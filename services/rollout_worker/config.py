@@ -6,7 +6,8 @@ from typing import Final
 
 import msgspec
 
-from services.jobfile import ConfigError, EmulationSection, JobFile, RolloutSection
+from messages.ids import WorkerId, Zone
+from services.jobfile import ConfigError, EmulationSection, JobFile, RolloutSection, rollout_slots
 
 ENGINES: Final = ("torch", "emulated")
 LIVENESS_MS: Final = 1000
@@ -26,6 +27,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     update_pause: str
     heartbeat_ms: int
     orphan_ms: int
+    lent: tuple[WorkerId, ...] = ()  # workers on training GPUs: they begin without device memory
 
     @classmethod
     def of(cls, job: JobFile, node: str) -> Config:
@@ -50,4 +52,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             update_pause=job.rollout.update_pause,
             heartbeat_ms=job.rollout.heartbeat_ms,
             orphan_ms=job.timeouts.orphan_ms,
+            lent=tuple(slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP),
         )

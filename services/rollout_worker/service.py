@@ -96,7 +96,7 @@ class RolloutWorker:
         self, config: Config, bus: Bus, engine: Engine, worker: WorkerId, incarnation: Incarnation, *, began: float
     ) -> None:
         """`began`: monotonic seconds at which initialisation began."""
-        self.core = RolloutWorkerCore(worker, incarnation)
+        self.core = RolloutWorkerCore(worker, incarnation, released=worker in config.lent)
         self.state = self.core.initial()
         self.refused = 0
         self.lost_chunks = 0
@@ -113,6 +113,7 @@ class RolloutWorker:
         self._ready: WorkerReady | None = None
         self._probe: asyncio.Task[None] | None = None
         self._process = psutil.Process()
+        self._bare_bytes: int | None = None  # memory in use before it was restored, until the first load after
         self._tasks: asyncio.TaskGroup | None = None
         self._operations: set[asyncio.Task[None]] = set()
 
@@ -123,6 +124,8 @@ class RolloutWorker:
         requests = await self._bus.subscribe(f"{prefix}.gen.{self._worker}")
         self._bus.on_reconnect(self._reconnected)
         await self._engine.start()
+        if not self.state.resident:
+            await self._engine.release()
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -289,7 +292,9 @@ class RolloutWorker:
             await self._engine.load_snapshot(str(directory), command.version)
         finally:
             await self._engine.resume()
-        return Loaded(command.version, _ms_since(began))
+        before, self._bare_bytes = self._bare_bytes, None
+        restored = 0 if before is None else max(0, self._engine.occupied() - before)
+        return Loaded(command.version, _ms_since(began), restored)
 
     async def _interrupt(self) -> Interrupted:
         return Interrupted(await self._interrupt_all())
@@ -306,6 +311,7 @@ class RolloutWorker:
 
     async def _restore(self, generation: Any) -> MemoryRestored:
         began = time.monotonic()
+        self._bare_bytes = self._engine.occupied()
         await self._engine.restore()
         return MemoryRestored(generation, _ms_since(began))
 

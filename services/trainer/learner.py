@@ -37,7 +37,7 @@ from messages.pipeline_scheduler import StepFinished
 from services.models.config import ModelConfig
 from services.models.decoder import Decoder
 from services.models.files import load_weights
-from services.snapshot import Snapshot, write_snapshot
+from services.snapshot import Snapshot, find_snapshot, write_snapshot
 from services.trainer import grpo, torch_checkpoint
 from services.trainer.config import Config
 from services.trainer.data import Batch
@@ -80,7 +80,8 @@ def join_ranks(config: Config) -> tuple[int, torch.device]:
 class Learner:
     """Version `version` of the policy, and what makes the next one of it."""
 
-    def __init__(self, config: Config, model_dir: Path) -> None:
+    def __init__(self, config: Config, model_dir: Path, *, resident: bool = True) -> None:
+        """`resident` False: parameters and optimiser come with `acquire`, since the GPUs may be lent just now."""
         self.config = config
         self.model_dir = model_dir
         self.rank, self.device = join_ranks(config)
@@ -91,7 +92,8 @@ class Learner:
         self.finished: StepFinished | None = None  # the step that made `version`
         self._model: Any = None  # fully_shard changes a module's class; its stubs do not say so
         self._optimizer: Any = None
-        self._build()
+        if resident:
+            self._build()
 
     @property
     def resident(self) -> bool:
@@ -239,18 +241,30 @@ class Learner:
         dist.barrier()
 
     def restore(self) -> bool:
-        """Load the newest complete checkpoint; False if there is none (the initial model stays, version 0)."""
+        """Go on from the newest complete checkpoint; False if there is none (the initial model stays, version 0).
+
+        Its tensors are loaded now if memory for them is held, else with `acquire`.
+        """
         found = complete_checkpoints(self.config.checkpoints)
         if not found:
             return False
         meta = msgspec.json.decode((found[-1] / META).read_bytes(), type=CheckpointMeta)
-        torch_checkpoint.load(self._model, self._optimizer, found[-1])
+        if self.resident:
+            torch_checkpoint.load(self._model, self._optimizer, found[-1])
         self.version, self.finished = meta.version, meta.finished
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Gather the full weights and write them as version `version`; rank 0 returns what to announce."""
-        assert self.resident, "the parameters were released: acquire first"
+        """Gather the full weights and write them as version `version`; rank 0 returns what to announce.
+
+        Without memory, what was written before is found again; what was not, takes memory.
+        """
+        if not self.resident:
+            found = find_snapshot(self.config.snapshots, self.version)
+            dist.barrier()  # nobody writes before all have looked
+            if found is not None:
+                return found if self.rank == 0 else None
+            self.acquire()
         full: dict[str, Tensor] = {}
         for name, parameter in cast(nn.Module, self._model).named_parameters():
             value = _whole(parameter.detach())  # collective
@@ -280,13 +294,20 @@ class Learner:
         dist.all_reduce(freed)
         return int(freed.item())
 
-    def acquire(self) -> None:
-        """Take parameters and optimiser back, as they were when released."""
-        assert not self.resident, "acquired already"
-        expected = self.version
+    def acquire(self) -> int:
+        """Take parameters and optimiser back, as they were when released; bytes taken on all ranks, measured likewise.
+
+        Harmless, and 0 bytes, if they are held.
+        """
+        if self.resident:
+            return 0
+        before, expected = self._occupied(), self.version
         self._build()
         self.restore()
         assert self.version == expected, f"released at version {expected}, but the checkpoint is {self.version}"
+        taken = torch.tensor([max(0, self._occupied() - before)], dtype=torch.int64)
+        dist.all_reduce(taken)
+        return int(taken.item())
 
     def _occupied(self) -> int:
         """Bytes that this rank takes from others: of the GPU's memory, or of the host's."""

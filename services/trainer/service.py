@@ -27,7 +27,7 @@ from messages.envelope import Message, UndecodableMessage, decode, encode
 from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchReady, StepFinished, WeightsPublished
 from messages.subjects import event_subject, message_id, stream, subject_of
-from messages.toggle_manager import TrainerReady, TrainerReleased
+from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
 from services.connect import connect
 from services.jobfile import JobFile
@@ -155,7 +155,7 @@ class Trainer:
         elif command.batch < version:
             await self._announce(fresh=True)
         else:
-            await self._train(command.batch)
+            await self._train(command)
 
     async def _release(self, command: TrainerRelease) -> None:
         released = self._released
@@ -172,9 +172,10 @@ class Trainer:
 
     # ---- a train step ----
 
-    async def _train(self, number: int) -> None:
+    async def _train(self, command: TrainerResume) -> None:
         from services.trainer.data import UnusableBatchError, build
 
+        number = command.batch
         begun = time.monotonic()
         ready = await self._batch_ready(number)
         if ready is None:
@@ -186,9 +187,7 @@ class Trainer:
         except UnusableBatchError as error:
             log.error(str(error), action="trainer.refused")
             return
-        if self._released is not None:
-            await self._group.call("acquire")
-            self._released = None
+        await self._take_back(command)
         read_s = time.monotonic() - begun
         finished: StepFinished = await self._group.call("train", number, batch)
         await self._group.call("checkpoint")
@@ -201,6 +200,19 @@ class Trainer:
             train_s=round(finished.train_s, 3),
             checkpoint_s=round(checkpoint_s, 3),
         )
+
+    async def _take_back(self, command: TrainerResume) -> None:
+        """The device state, if it was given up or this process is new; said each time, since it is waited for."""
+        begun = time.monotonic()
+        self._released = None
+        restored = await self._group.call("acquire")
+        took_ms = int((time.monotonic() - begun) * 1000)
+        if restored:
+            log.info(f"restored {restored} bytes in {took_ms} ms", action="trainer.resumed", epoch=command.epoch)
+        resumed = TrainerResumed(
+            epoch=command.epoch, batch=command.batch, restored_bytes=restored, took_ms=took_ms if restored else 0
+        )
+        await self._publish(resumed, fresh=True)
 
     async def _batch_ready(self, number: int) -> BatchReady | None:
         subject = event_subject(self._name, BatchReady, str(number))

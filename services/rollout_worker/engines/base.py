@@ -109,6 +109,10 @@ class Engine(Protocol):
         """Take device memory again; weights must be loaded afterwards."""
         ...
 
+    def occupied(self) -> int:
+        """Bytes of memory this engine's process, or device, uses as the operating system, or the driver, sees it."""
+        ...
+
     def load(self) -> Load: ...
 
     async def failed(self) -> str:

@@ -123,8 +123,10 @@ class EmulatedEngine:
             kv_tokens=rollout.kv_cache_tokens,
         )
         self._version = NO_WEIGHTS
-        self._role: Role | None = None
+        self._role = Role.COLOCATED
+        self._join_s: float | None = hardware.join_s  # what the first role takes after a start
         self._released = False
+        self._holds = False  # device memory
         self._replies: dict[int, _Reply] = {}
         self._receiving: dict[int, asyncio.Task[None]] = {}  # contexts on their way here
         self._senders: dict[int, Sender] = {}  # where contexts that are computed here go
@@ -177,8 +179,9 @@ class EmulatedEngine:
             raise EngineError(f"an engine cannot serve role {role.value!r}")
         if self._replies and role is not self._role:
             raise EngineError(f"{len(self._replies)} requests wait or run: abort them before a change of role")
-        if self._role is None:
-            await self._clock.sleep(self.hardware.join_s)
+        if self._join_s is not None:
+            await self._clock.sleep(self._join_s)
+            self._join_s = None
         elif self._role is not role:
             await self._clock.sleep(self.hardware.set_role_s.value)
         self._role = role
@@ -198,21 +201,26 @@ class EmulatedEngine:
         self._hand_out_all()  # under the version that made them
         self._break_off(f"the weights changed to version {version}")
         self._model.new_weights()
-        self._version = version
+        self._version, self._holds = version, True
 
     async def release(self) -> int:
         if self._replies:
             raise EngineError(f"{len(self._replies)} requests run: abort them before releasing the device memory")
-        self._released = True
+        freed = self.occupied()
+        self._released, self._holds = True, False
         self._version = NO_WEIGHTS
         self._model.clear()
         await self._clock.sleep(self.hardware.deactivate_s.value)
-        kv_bytes = self._model.cache.capacity * self.hardware.kv_bytes_per_token
-        return round(self.hardware.weights_bytes + kv_bytes)
+        return freed
 
     async def restore(self) -> None:
         await self._clock.sleep(self.hardware.activate_s.value - self.hardware.load_s)  # the weights follow
         self._released = False
+        self._join_s = 0.0
+
+    def occupied(self) -> int:
+        kv_bytes = self._model.cache.capacity * self.hardware.kv_bytes_per_token
+        return round(self.hardware.weights_bytes + kv_bytes) if self._holds else 0
 
     # ---- requests ----
 
@@ -245,7 +253,7 @@ class EmulatedEngine:
 
     def _refusal(self, spec: GenerateSpec) -> str:
         """Why a request cannot run here, "" if it can."""
-        role = self._role or Role.COLOCATED
+        role = self._role
         length, limit = len(spec.prompt) + len(spec.prefix), self._model.context_limit
         if self._version == NO_WEIGHTS:
             return "no weights loaded"

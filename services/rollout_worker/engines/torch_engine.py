@@ -229,6 +229,13 @@ class TorchEngine:
     async def restore(self) -> None:
         await self._call(self._restore)
 
+    def occupied(self) -> int:
+        """Bytes in use as the driver, or on a CPU the operating system, sees them."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return psutil.Process().memory_info().rss
+
     def load(self) -> Load:
         return Load(
             running=len(self._batcher.running),
@@ -447,7 +454,7 @@ class TorchEngine:
         if batch:
             began = time.perf_counter()
             self._emit(batch, self._decode(batch))
-            pace = self._rollout.pace_decode_ms / 1e3
+            pace = (self._rollout.pace_decode_ms + self._rollout.pace_decode_ms_per_sequence * len(batch)) / 1e3
             least += pace
             self._iterations += 1
             self._decoded += len(batch)
@@ -752,7 +759,7 @@ class TorchEngine:
     def _release(self) -> int:
         if self._replies:
             raise EngineError(f"{len(self._replies)} requests run: abort them before releasing the device memory")
-        before = self._occupied()
+        before = self.occupied()
         self._released = True
         self._model = self._cache = None
         self._batcher = self._new_batcher(1)
@@ -762,14 +769,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
         elif sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)  # else the allocator keeps what is freed
-        return max(0, before - self._occupied())
+        return max(0, before - self.occupied())
 
     def _restore(self) -> None:
         self._released = False
-
-    def _occupied(self) -> int:
-        """Bytes in use as the driver, or on a CPU the operating system, sees them."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return total - free
-        return psutil.Process().memory_info().rss
