@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messages.envelope import Message
-from messages.ids import DecisionId, Mode
+from messages.ids import DecisionId, Mode, WorkerId
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -17,6 +17,22 @@ class Candidate(msgspec.Struct, frozen=True):
     makespan_s: float | None  # None where infeasible
     feasible: bool
     reason: str = ""
+
+
+class Incumbent(msgspec.Struct, frozen=True):
+    """What ran when a decision was made.
+
+    `survivors`: (prefill, decode) workers among the dedicated ones that keep their role, as the role table shows them;
+    `survivors_full`: the same with the overlap workers. None: no table was known.
+    """
+
+    mode: Mode
+    prefill: int
+    decode: int
+    colocated: int
+    borrow: bool
+    survivors: tuple[int, int] | None = None
+    survivors_full: tuple[int, int] | None = None
 
 
 # decision_engine -> monitor. Durable (EV). Key: decision_id.
@@ -38,6 +54,30 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     forced: bool
     changed: bool
     reason: str
+    policy: str = "planner"  # `decision.policy`
+    impossible: str = ""  # why no disaggregated configuration can run; "": they can
+    running: Incumbent | None = None
+    lending: bool = False  # whether borrowing was considered at all
+    dedicated_workers: int = 0
+    overlap_workers: int = 0  # idle ones, that might be borrowed
+    remaining: int = 0  # R of eq. 7
+    toggle_s: float = 0.0  # T_toggle of eq. 7
+    return_s: float = 0.0  # the part of it that is the return
+    dedicated: Candidate | None = None  # chosen for the dedicated workers alone: T_ded of eq. 7
+    full: Candidate | None = None  # chosen for all: T_full; None where it was not asked for
+
+
+# toggle_manager -> monitor. Durable (EV). Key: batch.
+class GpusReturned(Message, frozen=True, kw_only=True, tag="gpus.returned/1"):
+    """Training got its GPUs back for `batch` at `at_ms` (the epoch's time), having asked for them by `deadline_ms`.
+
+    Said only where GPUs were lent, or about to be, when training asked. Times are Unix ms.
+    """
+
+    batch: int
+    workers: tuple[WorkerId, ...]  # the overlap workers that had to let go
+    deadline_ms: int
+    at_ms: int
 
 
 # any service -> monitor. Durable (DEAD).

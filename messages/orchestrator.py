@@ -55,6 +55,7 @@ class WeightsApplied(Message, frozen=True, kw_only=True, tag="weights.applied/1"
     incarnation: Incarnation
     version: PolicyVersion
     took_ms: int = 0
+    restored_bytes: int = 0  # overlap workers, at the first load after an activation: memory taken since, as measured
 
 
 # rollout_worker -> orchestrator, cluster_rebuilder, toggle_manager. Durable (EV). Key: (worker, incarnation, generation).

@@ -20,7 +20,7 @@ class RequestFinished(Message, frozen=True, kw_only=True, tag="request.finished/
     attempts: int
     queue_s: float  # asking for an assignment until the first token
     decode_s: float  # first token until the last
-    env_s: float
+    env_s: float  # in neither queue: the environment, and what its edge did besides
 
 
 # rollout_worker -> runtime_tracker, router, monitor. Core NATS, every heartbeat.

@@ -15,6 +15,16 @@ class TrainerReleased(Message, frozen=True, kw_only=True, tag="trainer.released/
     took_ms: int
 
 
+# trainer -> toggle_manager, monitor. Durable (EV). Key: (epoch, batch), anew by each process that obeys.
+class TrainerResumed(Message, frozen=True, kw_only=True, tag="trainer.resumed/1"):
+    """The trainer has its device state back (`restored_bytes` as measured; 0: it never gave it up) and trains `batch`."""
+
+    epoch: Epoch
+    batch: int
+    restored_bytes: int
+    took_ms: int
+
+
 # trainer -> toggle_manager, pipeline_scheduler, monitor. Durable (EV). Key: start_id.
 class TrainerReady(Message, frozen=True, kw_only=True, tag="trainer.ready/1"):
     """The trainer's processes are up, at `version` (from the checkpoint, or the initial model)."""

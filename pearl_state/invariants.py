@@ -12,6 +12,7 @@ from messages.ids import Activity, Residency, Role, Stage, WorkerId, Zone
 from pearl_state.model import (
     DEDICATED_ZONES,
     LEGAL_CONDITIONS,
+    NO_VERSION,
     OVERLAP_RESIDENCIES,
     RESIDENCY_TRANSITIONS,
     ROLLOUT_ROLES,
@@ -216,7 +217,8 @@ def _row_step(old: Row, new: Row, found: list[str]) -> None:
     if new.role_generation < old.role_generation:
         found.append(f"{name}: role generation fell from {old.role_generation} to {new.role_generation}")
     same_process = new.incarnation == old.incarnation
-    if same_process and new.version < old.version:
+    restores = new.zone is Zone.OVERLAP and new.stage is Stage.LAUNCHING and new.version == NO_VERSION
+    if same_process and new.version < old.version and not restores:
         found.append(f"{name}: policy version fell from {old.version} to {new.version} in one process")
     stays = old.activity is Activity.ACTIVE and new.activity is Activity.ACTIVE and same_process
     if stays and old.role is not new.role:

@@ -49,6 +49,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     role_generation: RoleGeneration = RoleGeneration(0)
     endpoint: str = ""
     version: PolicyVersion = NO_VERSION
+    ready: bool = False  # overlap rows: the process of this incarnation is up, whether or not it holds device memory
 
 
 class Pair(msgspec.Struct, frozen=True, kw_only=True):
@@ -57,6 +58,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     overlap: WorkerId
     training: WorkerId
     residency: Residency = Residency.TRAINING
+    deadline_ms: int = 0  # training asked for the GPUs back by then (Unix ms), of the last borrow; 0: it did not
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,7 @@ class WriterState(msgspec.Struct, frozen=True, kw_only=True):
     backoffs: tuple[Backoff, ...] = ()  # sorted by worker
     hold_until_ms: int = 0  # after a failed plan: no growth before (Unix ms; 0: none)
     last_failure: str = ""  # why the last failed plan was rolled back
+    release_epoch: Epoch = Epoch(0)  # the epoch that last asked the trainer for its device memory
 
 
 class RoleTable(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="role.table/1"):
@@ -107,6 +110,7 @@ class RoleTable(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag
     admission_paused: PlanId | None = None
     policy_version: PolicyVersion = PolicyVersion(0)  # newest published version
     training_batch: int | None = None  # the batch training owns its GPUs for
+    training_since_ms: int = 0  # when it got them (Unix ms)
     writer: WriterState = WriterState()
     written_ms: int = 0
 
@@ -142,7 +146,7 @@ class Move(enum.StrEnum):
     LOSE = "lose"  # its process is gone
     OCCUPY = "occupy"  # training: the GPUs are its own, it is to train
     VACATE = "vacate"  # training: it is idle
-    RESPAWN = "respawn"  # training: its process is gone and is to be started again; it keeps what it owns
+    RESPAWN = "respawn"  # training, overlap: its process is gone and is to be started again; it keeps what it owns
 
 
 _Condition = tuple[Activity, Stage]
@@ -182,7 +186,8 @@ ROW_TRANSITIONS: Final[Mapping[tuple[Move, _Condition], _Condition]] = {
 """Where a move leads from where. A pair that is not listed is illegal."""
 
 TRAINING_MOVES: Final = frozenset({Move.OCCUPY, Move.VACATE, Move.RESPAWN})
-"""Moves of rows of zone `training`, which make no others; rollout rows make all but these."""
+"""Moves of rows of zone `training`, which make no others; rollout rows make all but these, and overlap rows, whose processes
+live on while they serve nothing, RESPAWN."""
 _NEW_PROCESS: Final = frozenset({Move.LAUNCH, Move.RESPAWN})
 _NEXT_GENERATION: Final = frozenset({Move.DRAIN, Move.SWITCH, Move.OCCUPY, Move.VACATE})
 
@@ -198,12 +203,13 @@ def change(
     """The row after a move. `role` and `generation` are set where given; a generation may not fall.
 
     LAUNCH and RESPAWN count the incarnation up and forget endpoint and version (LAUNCH with `same_process`, of an
-    overlap worker whose process lives on, does not). DRAIN, SWITCH, OCCUPY and VACATE count the generation up by one
+    overlap worker whose process lives on, forgets the version only: its device state is to be restored). DRAIN, SWITCH, OCCUPY and VACATE count the generation up by one
     unless one is given. Raises IllegalTransition.
     """
     trains = row.zone is Zone.TRAINING
     after = ROW_TRANSITIONS.get((move, (row.activity, row.stage)))
-    if after is None or trains is not (move in TRAINING_MOVES):
+    respawns = move is Move.RESPAWN and row.zone is Zone.OVERLAP and row.activity is Activity.INACTIVE
+    if after is None or (trains is not (move in TRAINING_MOVES) and not respawns):
         raise IllegalTransition(f"{row.worker} ({row.zone}) is {row.activity}/{row.stage}: it cannot {move}")
     if role is not None and (trains or role not in ROLLOUT_ROLES):
         raise IllegalTransition(f"{row.worker} ({row.zone}) cannot have role {role}")
@@ -222,7 +228,8 @@ def change(
         role_generation=generation,
         incarnation=Incarnation(row.incarnation + 1) if fresh else row.incarnation,
         endpoint="" if fresh else row.endpoint,
-        version=NO_VERSION if fresh else row.version,
+        version=NO_VERSION if move in _NEW_PROCESS else row.version,
+        ready=row.ready and not fresh,
     )
 
 

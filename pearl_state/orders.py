@@ -14,7 +14,7 @@ from messages.envelope import Message
 from messages.executors import Assign
 from messages.ids import Gpu, Incarnation, WorkerId
 from messages.node_agent import Kill, Launch
-from messages.orchestrator import RoleSet, WeightsApplied, WorkerActivated, WorkerDrained, WorkerReleased
+from messages.orchestrator import RoleSet, WeightsApplied, WorkerDrained
 from messages.pipeline_scheduler import WeightsPublished
 from messages.rollout_worker import Drain, SetRole, UpdateWeights
 from pearl_state.model import Row
@@ -64,8 +64,6 @@ _ANSWERS: dict[type[object], tuple[str, str]] = {
     WorkerDrained: ("drain", "drain"),
     RoleSet: ("role", "set_role"),
     WeightsApplied: ("weights", "update_weights"),
-    WorkerActivated: ("activate", "activate"),
-    WorkerReleased: ("deactivate", "deactivate"),
 }
 """Which command's key a fact answers, and the operation's name in `operation.timed/1`."""
 

@@ -4,8 +4,9 @@ Which workers join and leave is fixed by the target's active set; among the surv
 as it has and may have, and the excess is reassigned. Nothing can do with fewer changes. Where several plans are
 minimal, ties are broken for locality, always in the same way:
 
-- whole nodes leave first, preemptible before reserved; of what is left, prefix-warm decode workers stay longest;
-- workers that are already preparing are taken before slots that would have to start, reserved before preemptible;
+- whole nodes leave first, lent GPUs before preemptible before reserved; of what is left, prefix-warm decode workers
+  stay longest;
+- workers that are already preparing are taken before slots that would have to start, in the opposite order;
 - a joiner takes the role its slot had (so a group keeps its roles when it is planned again).
 """
 
@@ -238,14 +239,14 @@ def _choose_leavers(serving: Sequence[Row], leaving: int, counts: Counts) -> fro
         nodes.setdefault(node_of_row(row), []).append(row)
     by_size = sorted(nodes.items(), key=lambda item: (-len(item[1]), item[0]))
     # Stable: reserved nodes last, larger nodes first, later names first among equals.
-    by_size = sorted(reversed(by_size), key=lambda item: (_is_reserved(item[1][0]), -len(item[1])))
+    by_size = sorted(reversed(by_size), key=lambda item: (-_rank(item[1][0]), -len(item[1])))
     for _, here in by_size:
         roles = Counter(row.role for row in here)
         if len(here) <= leaving - len(gone) and all(surplus[role] >= count for role, count in roles.items()):
             go(here)
     rest = sorted((row for row in serving if row.worker not in gone), key=lambda row: row.worker, reverse=True)
     sizes = Counter(node_of_row(row) for row in rest)
-    rest.sort(key=lambda row: (_is_reserved(row), sizes[node_of_row(row)], row.role is Role.DECODE))
+    rest.sort(key=lambda row: (-_rank(row), sizes[node_of_row(row)], row.role is Role.DECODE))
     for row in rest:
         if len(gone) < leaving and surplus[row.role] > 0:
             go([row])
@@ -253,12 +254,13 @@ def _choose_leavers(serving: Sequence[Row], leaving: int, counts: Counts) -> fro
     return frozenset(gone)
 
 
-def _is_reserved(row: Row) -> bool:
-    return row.zone is Zone.RESERVED
+def _rank(row: Row) -> int:
+    """How surely the worker's GPUs stay: reserved ones first, then preemptible, then lent ones."""
+    return {Zone.RESERVED: 0, Zone.PREEMPTIBLE: 1}.get(row.zone, 2)
 
 
-def _reserved_first(row: Row) -> tuple[bool, WorkerId]:
-    return not _is_reserved(row), row.worker
+def _reserved_first(row: Row) -> tuple[int, WorkerId]:
+    return _rank(row), row.worker
 
 
 def _readiness(row: Row) -> int:

@@ -42,7 +42,6 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
     role_set: RoleGeneration = NO_GENERATION
     activated: RoleGeneration = NO_GENERATION  # overlap workers: the last Activate that was answered
     released: RoleGeneration = NO_GENERATION  # overlap workers: the last Deactivate that was answered
-    resident: bool = False  # overlap workers: its device state may be on the GPUs
 
     @property
     def alive(self) -> bool:
@@ -63,7 +62,7 @@ def learn(known: Progress | None, fact: Fact, now_ms: int) -> Progress:
         return known
     if not isinstance(fact, WorkerGone) and not known.ready_ms:
         # Any answer proves the process is up: its WorkerReady may have left the stream, or be behind this one.
-        known = msgspec.structs.replace(known, ready_ms=max(1, now_ms), resident=True)
+        known = msgspec.structs.replace(known, ready_ms=max(1, now_ms))
     match fact:
         case WorkerReady():
             return known
@@ -74,13 +73,14 @@ def learn(known: Progress | None, fact: Fact, now_ms: int) -> Progress:
         case WorkerDrained():
             return msgspec.structs.replace(known, drained=max(known.drained, fact.role_generation))
         case WorkerActivated():
-            return msgspec.structs.replace(known, activated=max(known.activated, fact.role_generation), resident=True)
+            if fact.role_generation <= known.activated:
+                return known
+            # Fresh device memory: whatever version it held before, it holds none now.
+            return msgspec.structs.replace(known, activated=fact.role_generation, version=NO_VERSION)
         case WorkerReleased():
-            # An answer to an earlier hand-over than the last activation says nothing about now.
-            still = known.resident and fact.role_generation < known.activated
-            return msgspec.structs.replace(known, released=max(known.released, fact.role_generation), resident=still)
+            return msgspec.structs.replace(known, released=max(known.released, fact.role_generation))
         case WorkerGone():
-            return msgspec.structs.replace(known, gone=True, gone_reason=fact.reason, resident=False)
+            return msgspec.structs.replace(known, gone=True, gone_reason=fact.reason)
 
 
 def remember(known: Sequence[Progress], new: Progress) -> tuple[Progress, ...]:

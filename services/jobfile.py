@@ -7,9 +7,10 @@ name the key, what is wrong and what to do; the command exits 2 on them.
 
 from __future__ import annotations
 
+import re
 import tomllib
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
@@ -22,6 +23,8 @@ NonNegativeInt = Annotated[int, Meta(ge=0)]
 PositiveFloat = Annotated[float, Meta(gt=0)]
 NonNegativeFloat = Annotated[float, Meta(ge=0)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+
+_STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
 
 class ConfigError(Exception):
@@ -56,19 +59,24 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     name: str
     zone: Zone  # reserved | preemptible | training
     gpus: PositiveInt
+    address: str = "127.0.0.1"  # where workers of other nodes reach this one's, to fetch KV; also what those listen on
 
 
 class RolloutSection(_Section, frozen=True, kw_only=True):
-    engine: str = "torch"  # "torch"; "sglang" and "emulated" follow
+    engine: str = "torch"  # "torch", or "emulated" (no model: see [emulation]); "sglang" follows
     gpus_per_worker: PositiveInt = 1  # tensor-parallel degree; a node's GPUs make whole workers
     max_running: PositiveInt = 64  # requests decoded together in one worker; more wait in it
     kv_cache_tokens: PositiveInt = 65536  # KV cache of one worker
     prefill_chunk_tokens: PositiveInt = 512  # longest prefill between two decode iterations
-    pace_decode_ms: NonNegativeFloat = 0.0  # least time of a decode iteration; 0: as fast as it goes
-    pace_prefill_us_per_token: NonNegativeFloat = 0.0  # least time per prefilled token
+    pace_decode_ms: NonNegativeFloat = 0.0  # least time of a decode iteration (A of eq. 1); 0: as fast as it goes
+    pace_decode_ms_per_sequence: NonNegativeFloat = (
+        0.0  # and this much more for each sequence in its batch (b of eq. 1)
+    )
+    pace_prefill_us_per_token: NonNegativeFloat = 0.0  # least time per prefilled token (t_prefill of eq. 1)
     update_pause: str = "in_place"  # at a weight update: "in_place" keeps the KV cache, "retract" recomputes it
     heartbeat_ms: PositiveInt = 250
     threads: PositiveInt = 1  # torch threads of a worker process
+    workers_per_process: PositiveInt = 1  # emulated engine: so many workers share a process; 1: each has its own
 
 
 class PipelineSection(_Section, frozen=True, kw_only=True):
@@ -89,7 +97,16 @@ class PipelineSection(_Section, frozen=True, kw_only=True):
     evaluate_episodes: PositiveInt = 64
 
 
+class EmulationSection(_Section, frozen=True, kw_only=True):
+    """Engine and trainer "emulated": they wait as this hardware would."""
+
+    hardware: str = "h800-qwen3-8b"  # a built-in description, or a JSON file of that form (services/timing/hardware.py)
+    time_scale: PositiveFloat = 1.0  # emulated seconds per second; scale environment and feed alike
+    train_s: NonNegativeFloat = 0.0  # emulated seconds of a train step; 0: the description's, for the batch's size
+
+
 class TrainingSection(_Section, frozen=True, kw_only=True):
+    engine: str = "torch"  # "torch", or "emulated": the same messages and checkpoints, nothing is computed
     ranks: PositiveInt = 1  # FSDP2 processes; one a training GPU on a cluster
     lr: PositiveFloat = 3e-3  # constant after warm-up; fits the built-in tiny model, real models want about 1e-6
     warmup_steps: NonNegativeInt = 0
@@ -111,6 +128,7 @@ class EnvironmentSection(_Section, frozen=True, kw_only=True):
     )
     options: dict[str, object] = {}  # keyword arguments of the environment
     timeout_s: PositiveFloat = 300.0  # a call of the environment that takes longer fails its episode
+    time_scale: PositiveFloat = 1.0  # given to environments that take it: seconds of theirs per second
 
 
 class AgentSection(_Section, frozen=True, kw_only=True):
@@ -129,6 +147,9 @@ class FeedSection(_Section, frozen=True, kw_only=True):
 
 
 class DecisionSection(_Section, frozen=True, kw_only=True):
+    policy: str = (
+        "planner"  # or a fixed one to compare with: "colocated", or "static-pd:P:D", a ratio for any number of workers
+    )
     ratio_threshold: Fraction = 0.03  # a ratio change must win by this share of the makespan
     mode_threshold: Fraction = 0.08  # a mode switch must win by this share
     growth_threshold: Fraction = 0.0  # growing must win by this share
@@ -136,6 +157,9 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
+    toggle_guess_s: NonNegativeFloat = (
+        10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
+    )
 
 
 class TimeoutSection(_Section, frozen=True, kw_only=True):
@@ -144,6 +168,7 @@ class TimeoutSection(_Section, frozen=True, kw_only=True):
     prepare_ms: PositiveInt = 120000  # a joiner must be ready by then
     apply_ms: PositiveInt = 30000  # a plan's apply section
     drain_ms: PositiveInt = 5000  # a worker that has not drained by then is killed
+    return_ms: PositiveInt = 5000  # lent training GPUs are back so long after training asks for them
     admission_pause_ms: PositiveInt = 10000  # routers ignore a pause older than this
     lease_ms: PositiveInt = 3000  # a node agent silent for so long has lost its workers
     kill_grace_ms: PositiveInt = 1000  # between SIGTERM and SIGKILL
@@ -157,6 +182,7 @@ class JobFile(_Section, frozen=True, kw_only=True):
     nodes: tuple[NodeSection, ...] = ()
     rollout: RolloutSection = RolloutSection()
     pipeline: PipelineSection = PipelineSection()
+    emulation: EmulationSection = EmulationSection()
     training: TrainingSection = TrainingSection()
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
@@ -192,6 +218,16 @@ def rollout_slots(job: JobFile) -> tuple[Slot, ...]:
         for node in job.nodes
         for slot in range(node.gpus // per)
     )
+
+
+def parse_policy(text: str) -> tuple[int, int] | None:
+    """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner". Raises ValueError."""
+    if text in ("planner", "colocated"):
+        return None if text == "planner" else (0, 0)
+    match = _STATIC_PD.fullmatch(text)
+    if match is None:
+        raise ValueError(f'{text!r}: use "planner", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
+    return int(match[1]), int(match[2])
 
 
 def load(path: str | Path) -> JobFile:
@@ -238,6 +274,10 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
             f"pipeline.batch_trajectories = {job.pipeline.batch_trajectories} is not a multiple of "
             f"pipeline.group_size = {job.pipeline.group_size}"
         )
+    try:
+        parse_policy(job.decision.policy)
+    except ValueError as error:
+        yield f"decision.policy: {error}"
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

@@ -84,6 +84,11 @@ def parse_profile(data: Mapping[str, Any]) -> WorkloadProfile:  # Any: whatever 
     return profile
 
 
+def profile_of(values: Mapping[str, float]) -> WorkloadProfile:
+    """The profile that a decision record keeps as numbers by key."""
+    return WorkloadProfile(train_step=-1, **{**values, "B": int(values["B"])})  # pyright: ignore[reportArgumentType]
+
+
 def read_profile(path: str | Path) -> WorkloadProfile:
     """A profile from a JSON or TOML file (by its ending; anything but `.toml` is read as JSON). Raises ProfileError."""
     source = Path(path)
@@ -103,9 +108,10 @@ def read_profile(path: str | Path) -> WorkloadProfile:
 
 
 def built_in(job: JobFile) -> WorkloadProfile:
-    """A guess to begin with where nothing was measured: turn lengths from the job's limits, times of a small model.
+    """A description to begin with where nothing was measured: turn lengths from the job's limits, times of a small model.
 
-    Only the first budget is decided on it; the tracker replaces it after one train step.
+    Of paced workers the pace is the description: it is A, b and t_prefill. Only the first budgets are decided on it;
+    the tracker replaces it after one train step.
     """
     pipeline, rollout = job.pipeline, job.rollout
     kv_bytes_per_token = 4096.0  # a two-layer model of width 256 in float32; only ratios to the capacity matter
@@ -118,7 +124,7 @@ def built_in(job: JobFile) -> WorkloadProfile:
         dL=float(pipeline.max_new_tokens),
         theta=0.5,
         A_s=max(rollout.pace_decode_ms / 1000, 0.005),
-        b_s=0.0002,
+        b_s=max(rollout.pace_decode_ms_per_sequence / 1000, 0.0 if rollout.pace_decode_ms else 0.0002),
         t_prefill_s=max(rollout.pace_prefill_us_per_token / 1e6, 20e-6),
         T_over_s=0.005,
         T_env_s=0.1,

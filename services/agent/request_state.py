@@ -303,7 +303,7 @@ class RequestState:
         if chunk.finish == "refused":
             return self._refused(chunk, now_ms)
         if chunk.finish == "interrupted" and len(self.tokens) == self._start:
-            return self._interrupted("interrupted", now_ms)
+            return self._interrupted("interrupted", now_ms, by=chunk.worker)
         return ()
 
     def _take(self, chunk: TokenChunk, known: int, now_ms: float) -> None:
@@ -333,10 +333,18 @@ class RequestState:
         cancel = self.cancellation() if held.prefill_worker else None
         if len(self.tokens) > self._start:  # refused after tokens: a peer's contradiction
             return self._interrupted("interrupted", now_ms)
-        again = self._next_attempt(chunk.worker, chunk.reason or "refused", now_ms)
+        again = self._next_attempt(self._suspects(chunk.worker), chunk.reason or "refused", now_ms)
         return (cancel, *again) if cancel is not None else again
 
-    def _interrupted(self, cause: str, now_ms: float) -> tuple[Effect, ...]:
+    def _suspects(self, by: WorkerId) -> tuple[str, ...]:
+        """Whom to avoid next. Until its first token a decode side speaks of its prefill side as well."""
+        held = self.assignment
+        assert held is not None
+        pair = by == held.worker and held.prefill_worker != "" and len(self.tokens) == self._start
+        return (by, held.prefill_worker) if pair else (by,)
+
+    def _interrupted(self, cause: str, now_ms: float, by: WorkerId | None = None) -> tuple[Effect, ...]:
+        """`by` the decode side, unless told otherwise."""
         held = self.assignment
         assert held is not None
         received = len(self.tokens) - self._start
@@ -362,15 +370,15 @@ class RequestState:
             return (*effects, *self._finish("stop"))
         if len(self.tokens) >= self.spec.max_new_tokens:
             return (*effects, *self._finish("length"))
-        return (*effects, *self._next_attempt(held.worker, cause, now_ms))
+        return (*effects, *self._next_attempt(self._suspects(by or held.worker), cause, now_ms))
 
-    def _next_attempt(self, avoid: WorkerId, reason: str, now_ms: float) -> tuple[Effect, ...]:
+    def _next_attempt(self, avoid: tuple[str, ...], reason: str, now_ms: float) -> tuple[Effect, ...]:
         self.assignment = None
         if self._barren >= LIVES:
-            self.failed = f"{LIVES} attempts in a row without a token; the last, on {avoid}: {reason}"
+            self.failed = f"{LIVES} attempts in a row without a token; the last, on {' and '.join(avoid)}: {reason}"
             return ()
         self.attempt += 1
-        self._avoid = tuple(sorted({*self._avoid, avoid}))
+        self._avoid = tuple(sorted({*self._avoid, *avoid}))
         if self._barren > 1:
             return self._pause(_backoff(BARREN_MS, self._barren - 1), now_ms)
         return self._ask()

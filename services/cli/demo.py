@@ -10,14 +10,16 @@ import shutil
 import signal
 import sys
 import time
-from importlib import resources
+from collections.abc import Mapping
 from pathlib import Path
 
 from services import jobfile
+from services.cli import demo_jobs
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
 from services.monitor.collector import Collector
+from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.runtime.clock import now_ms
 from services.supervisor.service import Supervisor
@@ -32,7 +34,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the run finished with all zeros, 1 otherwise."""
     path = prepare(arguments)
     job = jobfile.load(path)
-    report = asyncio.run(_demo(job, path, quiet=arguments.json))
+    picture = None if arguments.record is None else Path(arguments.record).resolve()
+    if picture is not None and not picture.parent.is_dir():
+        raise ConfigError(f"--record {picture}: there is no folder {picture.parent}")
+    report = asyncio.run(_demo(job, path, quiet=arguments.json, picture=picture))
     if report is None:
         return 130
     if arguments.json:
@@ -44,7 +49,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 def prepare(arguments: argparse.Namespace) -> Path:
     """Make a fresh run folder with its job file; earlier demos' files are left alone, the oldest deleted."""
-    data_dir = Path(arguments.data_dir).resolve()
+    changes = {} if arguments.steps is None else {"train_steps": str(arguments.steps)}
+    if arguments.workers is not None and arguments.engine != "emulated":
+        raise ConfigError(
+            f"--workers {arguments.workers}: only with --engine emulated; a demo with real models has few workers"
+        )
+    return new_run(
+        Path(arguments.data_dir),
+        seed=arguments.seed,
+        port=arguments.port,
+        changes=changes,
+        engine=arguments.engine,
+        workers=arguments.workers,
+    )
+
+
+def new_run(
+    data_dir: Path,
+    *,
+    seed: int,
+    changes: Mapping[str, str],
+    port: int = 0,
+    engine: str = "torch",
+    workers: int | None = None,
+) -> Path:
+    """The job file of a fresh run below `data_dir`: the demo's, with these keys' values (as TOML) changed. Raises ConfigError."""
+    data_dir = data_dir.resolve()
     name = time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid())
     run_dir = data_dir / name
     try:
@@ -54,14 +84,14 @@ def prepare(arguments: argparse.Namespace) -> Path:
     for old in sorted(data_dir.glob("demo-*"), key=lambda each: each.stat().st_mtime)[: -KEEP_RUNS - 1]:
         if not _alive(old):
             shutil.rmtree(old, ignore_errors=True)
-    text = resources.files("services.cli").joinpath("demo.toml").read_text(encoding="utf-8")
-    text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {arguments.seed}\n', 1)
-    text = text.replace("[model]\n", f"[nats]\nport = {arguments.port}\n\n[model]\n", 1)
-    if arguments.steps is not None:
-        lines = (
-            f"train_steps = {arguments.steps}" if line.startswith("train_steps") else line for line in text.splitlines()
-        )
-        text = "\n".join(lines) + "\n"
+    text = demo_jobs.template(engine)
+    if workers is not None:
+        text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
+    text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {seed}\n', 1)
+    text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
+    text = demo_jobs.changed(text, changes)
+    if engine == "emulated":
+        text = demo_jobs.with_profile(text, run_dir)
     path = run_dir / RUN_FILE
     path.write_text(text, encoding="utf-8")
     return path
@@ -73,7 +103,7 @@ def _alive(run_dir: Path) -> bool:
     return pid.isdigit() and Path(f"/proc/{pid}").exists()
 
 
-async def _demo(job: JobFile, path: Path, *, quiet: bool) -> DemoReport | None:
+async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) -> DemoReport | None:
     stop, interrupted = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -96,10 +126,12 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool) -> DemoReport | None:
         _progress(quiet, "starting NATS and the services ...")
         await supervisor.start()
         bus = await connect(job, "monitor")
-        collector = Collector(bus, job.job.name, train_steps=job.pipeline.train_steps)
+        collector = Collector(bus, job)
         await collector.start()
         following = asyncio.create_task(collector.follow(stop))
-        watching = asyncio.create_task(_watch(job, stop, collector, quiet))
+        watching = [asyncio.create_task(_watch(job, stop, collector, quiet))]
+        if picture is not None:
+            watching.append(asyncio.create_task(record(collector.board, job, stop, picture)))
         while not stop.is_set():
             seen_processes.update((each.name, each.pid) for each in supervisor.processes())
             over_time = time.monotonic() - begun > LIMIT_S
@@ -107,7 +139,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool) -> DemoReport | None:
                 stop.set()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(stop.wait(), 0.5)
-        await asyncio.gather(following, watching)
+        await asyncio.gather(following, *watching)
         if interrupted.is_set():
             _progress(quiet, "interrupted: stopping all processes ...")
             return None

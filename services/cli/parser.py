@@ -22,9 +22,16 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--seed", type=int, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
-    demo.add_argument("--engine", choices=("torch",), default="torch", help="what generates tokens")
+    demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
+    demo.add_argument(
+        "--workers",
+        type=_positive,
+        default=None,
+        help="emulated only: rollout workers, half of them overlap (default: 16)",
+    )
     demo.add_argument("--steps", type=_positive, default=None, help="train steps (default: the demo job's)")
     demo.add_argument("--data-dir", default=".pearl", help="where the run leaves its files (default: .pearl)")
+    demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
     demo.add_argument("--port", type=int, default=0, help="of the embedded NATS server (default: any free port)")
 
     up = command("up", "up", "run all services of a job file until Ctrl-C")
@@ -69,6 +76,23 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", required=True, help="JSON file")
     _json(plan)
 
+    bench = command("bench", "bench", "benchmarks on this machine")
+    bench.add_argument(
+        "name",
+        nargs="?",
+        choices=("policies", "pace"),
+        default="policies",
+        help="policies: rollout throughput, planner against fixed policies, same trace and seed; "
+        "pace: paced workers beside the makespan model (default: policies)",
+    )
+    _json(bench)
+    bench.add_argument("--seed", type=int, default=0, help="of tasks, sampling, model and trace victims")
+    bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
+    bench.add_argument(
+        "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
+    )
+    bench.add_argument("--data-dir", default=".pearl", help="where the runs leave their files (default: .pearl)")
+
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)
     _json(check)
@@ -97,4 +121,11 @@ def _positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def _minutes(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 24 * 60:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most a day")
     return value

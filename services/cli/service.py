@@ -6,7 +6,6 @@ import argparse
 import asyncio
 import functools
 import importlib
-import importlib.util
 import inspect
 from pathlib import Path
 

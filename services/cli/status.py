@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 async def _collect(job: JobFile) -> Board:
     bus = await connect(job, "monitor")
     try:
-        collector = Collector(bus, job.job.name, train_steps=job.pipeline.train_steps)
+        collector = Collector(bus, job)
         await collector.start()
         stop = asyncio.Event()
         asyncio.get_running_loop().call_later(LISTEN_S, stop.set)

@@ -20,6 +20,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     growth_threshold: float = 0.0
     rho_max: float = 0.95
     impossible: str = ""  # why no disaggregated configuration can run; "": they can
+    fixed: tuple[int, int] | None = None  # choose nothing: this ratio P:D, or colocation for (0, 0)
 
     def thresholds(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -76,6 +77,8 @@ def choose(profile: WorkloadProfile, workers: int, running: Running | None, poli
     """
     assert workers >= 0
     options = makespan.candidates(profile, workers, policy.rho_max, policy.impossible)
+    if policy.fixed is not None and workers > 0:
+        return _fixed(profile, workers, options, policy.fixed)
     optimum = makespan.best(options)
     if optimum is None:
         return Choice(
@@ -98,6 +101,27 @@ def choose(profile: WorkloadProfile, workers: int, running: Running | None, poli
     incumbent = makespan.best(_unchanged(profile, workers, running, policy))
     settled = _settle(options, optimum, incumbent, running, policy)
     return _hold_growth(profile, settled, workers, running, policy)
+
+
+def scaled(ratio: tuple[int, int], workers: int) -> tuple[int, int]:
+    """A ratio P:D on at least two workers: rounded, with one of each at least."""
+    prefill = (2 * workers * ratio[0] + sum(ratio)) // (2 * sum(ratio))
+    prefill = min(max(prefill, 1), workers - 1)
+    return prefill, workers - prefill
+
+
+def _fixed(profile: WorkloadProfile, workers: int, options: tuple[Candidate, ...], ratio: tuple[int, int]) -> Choice:
+    """What a fixed policy runs, whatever is predicted. One worker cannot be two."""
+    chosen, forced = makespan.colocated_candidate(profile, workers), False
+    if ratio == (0, 0):
+        reason = "fixed: colocated"
+    elif workers == 1:
+        reason, forced = f"fixed {ratio[0]}:{ratio[1]}, forced: one worker cannot disaggregate", True
+    else:
+        prefill, decode = scaled(ratio, workers)
+        chosen = Candidate(prefill, decode, 0, makespan.disaggregated_makespan_s(profile, prefill, decode), True)
+        reason = f"fixed: {ratio[0]}:{ratio[1]}"
+    return Choice(mode=mode_of(chosen), chosen=chosen, candidates=options, incumbent=None, forced=forced, reason=reason)
 
 
 def _settle(

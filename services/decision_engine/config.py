@@ -7,11 +7,13 @@ import msgspec
 from messages.decision_engine import WorkloadProfile
 from messages.ids import WorkerId
 from services.decision_engine.choose import Policy
-from services.jobfile import JobFile, rollout_slots
+from services.jobfile import ConfigError, JobFile, parse_policy, rollout_slots
 from services.profile import cold_start
 
 TOGGLE_GUESS_S = 10.0
 """T_toggle of eq. 7 until one was measured: the paper's activation plus deactivation (Table 3), rounded up."""
+RETURN_SHARE = 1 / 3
+"""The return's part of that guess (Table 3: 3.2 of 9.4 s, 4.4 of 10.5 s)."""
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,21 +25,28 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     train_steps: int = 1 << 31
     lending: bool = False
     toggle_guess_s: float = TOGGLE_GUESS_S
+    policy_name: str = "planner"
 
     @staticmethod
     def of(job: JobFile) -> Config:
         """From the job file; reads the profile file it may name. Raises ConfigError."""
         section = job.decision
+        fixed = parse_policy(section.policy)
+        if fixed not in (None, (0, 0)) and not section.disaggregation:
+            raise ConfigError(f"decision.policy = {section.policy!r} needs decision.disaggregation = true")
         return Config(
             policy=Policy(
                 ratio_threshold=section.ratio_threshold,
                 mode_threshold=section.mode_threshold,
                 growth_threshold=section.growth_threshold,
                 rho_max=section.rho_max,
+                fixed=fixed,
                 impossible="" if section.disaggregation else f"engine {job.rollout.engine} does not disaggregate yet",
             ),
             cold_start=cold_start(job),
-            workers=frozenset(slot.worker for slot in rollout_slots(job)),
+            workers=frozenset(slot.worker for slot in rollout_slots(job)) or None,
             train_steps=job.pipeline.train_steps,
             lending=section.lending,
+            toggle_guess_s=section.toggle_guess_s,
+            policy_name=section.policy,
         )

@@ -7,13 +7,13 @@ import msgspec
 from messages.decision_engine import BatchProgress, BudgetChanged, WorkloadProfile
 from messages.envelope import Message, brief, tag_of
 from messages.ids import Activity, DecisionId, Mode, Role, Stage, WorkerId, Zone
-from messages.monitor import DecisionRecord
+from messages.monitor import DecisionRecord, Incumbent
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable
 from pearl_state.peers import wrong_batch, wrong_budget
-from services.decision_engine.choose import Choice, Running, choose
-from services.decision_engine.config import Config
-from services.decision_engine.makespan import borrowing_pays
+from services.decision_engine.config import RETURN_SHARE, Config
+from services.decision_engine.decide import Question
+from services.decision_engine.decide import answer as answer_to
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 
@@ -101,7 +101,7 @@ class DecisionEngineCore:
         return self._decide(msgspec.structs.replace(state, profile=profile), answer=False)
 
     def on_progress(self, state: State, progress: BatchProgress) -> tuple[State, Effects]:
-        """How much of the batch is left, which is what borrowing depends on (eq. 7)."""
+        """How much of the batch is left, which is what borrowing depends on (eq. 7): also what is borrowed already."""
         if wrong := wrong_batch(progress.batch, self.config.train_steps):
             return state, (Refuse(wrong),)
         if progress.size < 1 or min(progress.done, progress.remaining) < 0 or progress.done > progress.size:
@@ -129,11 +129,10 @@ class DecisionEngineCore:
         budget = state.budget
         if budget is None:
             return state, ()
-        profile = state.profile or self.config.cold_start
-        choice = self._choose(state, budget.dedicated, profile)
-        borrow, borrow_reason, full = self._gate(state, budget, profile, choice)
+        question = self._question(state, budget)
+        found = answer_to(question)
+        choice, borrow = found.choice, found.borrow
         usable = (*budget.dedicated, *budget.overlap) if borrow else budget.dedicated
-        choice = full if borrow else choice
         chosen, last = choice.chosen, state.target
         changed = last is None or (last.prefill, last.decode, last.colocated, last.borrow) != (
             chosen.prefill,
@@ -159,6 +158,7 @@ class DecisionEngineCore:
             forced=choice.forced,
             reason=reason,
         )
+        profile = question.profile
         record = DecisionRecord(
             decision_id=decision_id,
             budget_id=budget.budget_id,
@@ -166,7 +166,7 @@ class DecisionEngineCore:
             profile={key: float(getattr(profile, key)) for key in (*KEYS, *OPTIONAL)},
             workers=len(usable),
             borrow=borrow,
-            borrow_reason=borrow_reason,
+            borrow_reason=found.borrow_reason,
             candidates=choice.candidates,
             chosen=chosen,
             incumbent=choice.incumbent,
@@ -175,37 +175,44 @@ class DecisionEngineCore:
             forced=choice.forced,
             changed=changed,
             reason=reason,
+            policy=self.config.policy_name,
+            impossible=self.config.policy.impossible,
+            running=question.running,
+            lending=question.lending,
+            dedicated_workers=question.dedicated,
+            overlap_workers=question.overlap,
+            remaining=question.remaining,
+            toggle_s=question.toggle_s,
+            return_s=question.return_s,
+            dedicated=found.dedicated,
+            full=found.full,
         )
         new = msgspec.structs.replace(state, decisions=state.decisions + 1, target=target)
         note = Note("decision", f"{decision_id}: {describe(target)} on {len(usable)} workers ({reason})")
         return new, (Send(target), Send(record), note)
 
-    def _choose(self, state: State, usable: tuple[WorkerId, ...], profile: WorkloadProfile) -> Choice:
-        return choose(profile, len(usable), _running(state, usable), self.config.policy)
+    def _question(self, state: State, budget: BudgetChanged) -> Question:
+        """Everything the next decision follows from."""
+        profile = state.profile or self.config.cold_start
+        toggle_s, return_s = self._toggle_s(profile)
+        idle = budget.training_batch is None
+        return Question(
+            profile=profile,
+            policy=self.config.policy,
+            running=_incumbent(state, budget),
+            dedicated=len(budget.dedicated),
+            overlap=len(budget.overlap) if idle else 0,
+            lending=self.config.lending,
+            remaining=profile.B if state.progress is None else state.progress.remaining,
+            toggle_s=toggle_s,
+            return_s=return_s,
+        )
 
-    def _gate(
-        self, state: State, budget: BudgetChanged, profile: WorkloadProfile, dedicated: Choice
-    ) -> tuple[bool, str, Choice]:
-        """Eq. 7 on the budget with and without the overlap slots: (borrow, why, the choice on the full budget)."""
-        if not self.config.lending:
-            return False, "lending is not enabled", dedicated
-        if budget.training_batch is not None or not budget.overlap:
-            return False, "no training GPU is idle", dedicated
-        full = self._choose(state, (*budget.dedicated, *budget.overlap), profile)
-        assert full.chosen.makespan_s is not None, "some overlap slot is usable"
-        if dedicated.chosen.makespan_s is None:
-            return True, "no dedicated worker", full
-        remaining = profile.B if state.progress is None else min(state.progress.remaining, profile.B)
-        toggle_s = self._toggle_s(profile)
-        pays = borrowing_pays(remaining, profile.B, dedicated.chosen.makespan_s, full.chosen.makespan_s, toggle_s)
-        saved = remaining / profile.B * (dedicated.chosen.makespan_s - full.chosen.makespan_s)
-        return pays, f"saves {saved:.2f} s, toggling costs {toggle_s:.2f} s", full
-
-    def _toggle_s(self, profile: WorkloadProfile) -> float:
-        """T_toggle: learned activation plus deactivation, each of the guess where it was never measured."""
-        if "activate" not in profile.costs or "deactivate" not in profile.costs:
-            return self.config.toggle_guess_s
-        return profile.costs["activate"] + profile.costs["deactivate"]
+    def _toggle_s(self, profile: WorkloadProfile) -> tuple[float, float]:
+        """T_toggle and the return's part of it: learned means, each of its share of the guess until it was measured."""
+        guess_s = self.config.toggle_guess_s
+        return_s = profile.costs.get("deactivate", guess_s * RETURN_SHARE)
+        return profile.costs.get("activate", guess_s * (1 - RETURN_SHARE)) + return_s, return_s
 
 
 def _wrong_costs(profile: WorkloadProfile) -> str:
@@ -220,19 +227,24 @@ def describe(target: TargetConfiguration) -> str:
     return f"{target.colocated} colocated" if target.colocated else "paused"
 
 
-def _running(state: State, usable: tuple[WorkerId, ...]) -> Running | None:
+def _incumbent(state: State, budget: BudgetChanged) -> Incumbent | None:
     """What runs now, seen from the slots that stay usable."""
     if state.target is None:
         return None
-    survivors: tuple[int, int] | None = None
-    if state.placed is not None:
-        stay = frozenset(usable)
-        roles = [placed.role for placed in state.placed if placed.worker in stay]
-        survivors = (roles.count(Role.PREFILL), roles.count(Role.DECODE))
-    return Running(
+    return Incumbent(
         mode=state.target.mode,
         prefill=state.target.prefill,
         decode=state.target.decode,
         colocated=state.target.colocated,
-        survivors=survivors,
+        borrow=state.target.borrow,
+        survivors=_survivors(state.placed, budget.dedicated),
+        survivors_full=_survivors(state.placed, (*budget.dedicated, *budget.overlap)),
     )
+
+
+def _survivors(placed: tuple[Placed, ...] | None, usable: tuple[WorkerId, ...]) -> tuple[int, int] | None:
+    if placed is None:
+        return None
+    stay = frozenset(usable)
+    roles = [each.role for each in placed if each.worker in stay]
+    return roles.count(Role.PREFILL), roles.count(Role.DECODE)

@@ -25,6 +25,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     slots: tuple[Slot, ...]
     coalesce_ms: int
     train_steps: int
+    return_ms: int  # lent training GPUs are back so long after training asks for them
     keep_leaving_ms: int = KEEP_LEAVING_MS
 
     @staticmethod
@@ -34,4 +35,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             slots=rollout_slots(job),
             coalesce_ms=job.timeouts.coalesce_ms,
             train_steps=job.pipeline.train_steps,
+            return_ms=job.timeouts.return_ms,
         )

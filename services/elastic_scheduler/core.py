@@ -1,7 +1,7 @@
 """The elastic scheduler's core: capacity events and training notifications in, budgets out. Pure.
 
 Reserved slots are always usable. A preemptible slot is usable while all its GPUs are available. Overlap slots are
-usable while training is idle. Bursts of arrivals are gathered for `coalesce_ms`; whatever takes slots away, and
+usable while training is idle; while it is not they are `leaving`, by a deadline that counts from its asking. Bursts of arrivals are gathered for `coalesce_ms`; whatever takes slots away, and
 what training says, passes at once.
 """
 
@@ -37,6 +37,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     available: tuple[Gpu, ...] = ()  # preemptible GPUs, sorted
     lost: tuple[LostGpu, ...] = ()  # sorted by GPU; each GPU at most once, and never one that is available
     training_batch: int | None = None
+    return_by_ms: int = 0  # overlap slots are training's by then; counts from when it first asked
     trained: int = -1  # newest batch finished
     gathering_since_ms: int | None = None  # first event of the burst being gathered
     causes: tuple[str, ...] = ()
@@ -149,7 +150,9 @@ class ElasticSchedulerCore:
             state.training_batch is not None and message.batch <= state.training_batch
         ):
             return state, ()
-        state = msgspec.structs.replace(state, training_batch=message.batch)
+        # A batch that follows at once asks for nothing new: the GPUs are on their way since the first one asked.
+        by_ms = now_ms + self.config.return_ms if state.training_batch is None else state.return_by_ms
+        state = msgspec.structs.replace(state, training_batch=message.batch, return_by_ms=by_ms)
         return self._emit(_because(state, f"training.begin {message.batch}"), now_ms)
 
     def on_training_finished(self, state: State, message: TrainingFinished, now_ms: int) -> tuple[State, Effects]:
@@ -164,7 +167,7 @@ class ElasticSchedulerCore:
         state = msgspec.structs.replace(state, trained=message.batch)
         if begun > message.batch:
             return state, ()
-        state = msgspec.structs.replace(state, training_batch=None)
+        state = msgspec.structs.replace(state, training_batch=None, return_by_ms=0)
         return self._emit(_because(state, f"training.finished {message.batch}"), now_ms)
 
     def on_tick(self, state: State, now_ms: int) -> tuple[State, Effects]:
@@ -183,6 +186,9 @@ class ElasticSchedulerCore:
         idle = state.training_batch is None
         overlap = tuple(slot.worker for slot in self.config.slots if idle and slot.zone is Zone.OVERLAP)
         leaving = _leaving(self.config.slots, available, remembered)
+        if not idle:
+            lent = (slot.worker for slot in self.config.slots if slot.zone is Zone.OVERLAP)
+            leaving += tuple(Leave(worker, state.return_by_ms) for worker in lent)
         causes = (*state.causes, f"and {state.uncounted} more") if state.uncounted else state.causes
         state = msgspec.structs.replace(state, lost=remembered, gathering_since_ms=None, causes=(), uncounted=0)
         last = state.last

@@ -21,17 +21,29 @@ class GuessNumber:
     """One number between 1 and `numbers`, `guesses` tries. Reward 1 when found, else 0.
 
     Uninformative actions (no number, or one out of range) cost a guess and are answered "invalid". Raises ConfigError.
+
+    Two options change the shape of the load and not the task: `preamble_tokens` words without meaning follow `<bos>`, and
+    an action is `chatter_tokens` words longer, of which only the first is the guess.
     """
 
     replayable: ClassVar[bool] = True
 
-    def __init__(self, numbers: int = NUMBERS, guesses: int = GUESSES) -> None:
+    def __init__(
+        self, numbers: int = NUMBERS, guesses: int = GUESSES, preamble_tokens: int = 0, chatter_tokens: int = 0
+    ) -> None:
         if numbers < 2 or guesses < 1:
             raise ConfigError(
                 f"environment.options: numbers = {numbers} must be at least 2 and guesses = {guesses} at least 1"
             )
+        if min(preamble_tokens, chatter_tokens) < 0:
+            raise ConfigError(
+                f"environment.options: preamble_tokens = {preamble_tokens} and chatter_tokens = {chatter_tokens} must not "
+                "be negative"
+            )
         self._numbers = numbers
         self._guesses = guesses
+        self._preamble = preamble_tokens
+        self._chatter = chatter_tokens
         self._secret = 0
         self._left = 0
 
@@ -39,13 +51,14 @@ class GuessNumber:
         """Choose the number: consecutive seeds go through all of them in turn."""
         self._secret = 1 + task_seed % self._numbers
         self._left = self._guesses
-        return "<bos>"
+        return " ".join(("<bos>", *("<pad>",) * self._preamble))
 
     async def step(self, action: str) -> StepResult:
-        """Judge the first number in the action."""
+        """Judge the first number in the action; with `chatter_tokens`, the first word."""
         assert self._left > 0, "the episode is over"
         self._left -= 1
-        guess = next((int(word) for word in action.split() if word.isdecimal()), None)
+        words = action.split()[:1] if self._chatter else action.split()
+        guess = next((int(word) for word in words if word.isdecimal()), None)
         if guess == self._secret:
             return StepResult(observation="correct", reward=1.0, done=True)
         if self._left == 0:
@@ -59,14 +72,15 @@ class GuessNumber:
 
 
 class GuessTokenizer:
-    """One token a word: `WORDS`, then the numbers from 1. A turn ends at a number, as at `<eos>`."""
+    """One token a word: `WORDS`, then the numbers from 1. A turn ends at a number, as at `<eos>`; with `chatter_tokens`
+    only where `pipeline.max_new_tokens` ends it, so that all turns are equally long."""
 
-    def __init__(self, numbers: int = NUMBERS) -> None:
+    def __init__(self, numbers: int = NUMBERS, chatter_tokens: int = 0) -> None:
         self._words = (*WORDS, *(str(number) for number in range(1, numbers + 1)))
         self._ids = {word: index for index, word in enumerate(self._words)}
         self.eos_id = self._ids["<eos>"]
         self.vocab_size = len(self._words)
-        self.stop_ids = [self.eos_id, *range(len(WORDS), self.vocab_size)]
+        self.stop_ids = [] if chatter_tokens else [self.eos_id, *range(len(WORDS), self.vocab_size)]
 
     def encode(self, text: str) -> list[int]:
         """Ids of the words of a text, which must all be known."""

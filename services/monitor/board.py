@@ -17,6 +17,8 @@ from messages.orchestrator import WorkerGone
 from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompleted
 from messages.runtime_tracker import WorkerHeartbeat
 from pearl_state.model import RoleTable
+from services.jobfile import JobFile
+from services.monitor.history import Change, PlanFold, change_text
 
 KINDS: Final[tuple[type[Message], ...]] = (
     BatchProgress,
@@ -43,7 +45,9 @@ RATE_WINDOW_MS = 3000
 class Board:
     """Everything the view shows."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: JobFile | None = None) -> None:
+        """With the job file, plans that move overlap workers are told as borrows and returns."""
+        self.fold = PlanFold() if job is None else PlanFold.of(job)
         self.table: RoleTable | None = None
         self.heartbeats: dict[str, tuple[int, WorkerHeartbeat]] = {}
         self.rates: dict[str, float] = {}
@@ -52,7 +56,8 @@ class Board:
         self.evaluations: list[tuple[int, float]] = []
         self.steps: list[StepFinished] = []
         self.decisions: deque[tuple[int, DecisionRecord]] = deque(maxlen=6)
-        self.happenings: deque[tuple[int, str]] = deque(maxlen=8)
+        self.happenings: deque[tuple[int, str]] = deque(maxlen=10)
+        self.changes: list[tuple[int, Change]] = []  # mode switches, ratio changes, borrows and returns
         self.plans: dict[str, ReconfigurationPlan] = {}
         self.profile: WorkloadProfile | None = None
         self.progress: BatchProgress | None = None
@@ -89,9 +94,11 @@ class Board:
             case ReconfigurationPlan():
                 self._on_plan(at_ms, message)
             case DecisionRecord():
+                self.fold.take(message)
                 if not self.decisions or self.decisions[-1][1].decision_id != message.decision_id:
                     self.decisions.append((at_ms, message))
             case WorkerGone():
+                self.fold.take(message)
                 self.say(at_ms, f"{message.worker} gone: {message.reason}")
             case StepFinished():
                 if not self.steps or message.batch > self.steps[-1].batch:
@@ -130,7 +137,8 @@ class Board:
         self.heartbeats[message.worker] = (at_ms, message)
 
     def _sample_budget(self, at_ms: int) -> None:
-        usable = len(self.latest_budget.dedicated) if self.latest_budget else 0
+        budget = self.latest_budget
+        usable = len(budget.dedicated) + len(budget.overlap) if budget else 0
         active = (
             sum(row.activity == "active" and row.role != "training" for row in self.table.rows) if self.table else 0
         )
@@ -144,4 +152,8 @@ class Board:
         parts = (("+", [each.worker for each in message.add]), ("-", [each.worker for each in message.remove]))
         changes = [f"{sign}{','.join(workers)}" for sign, workers in parts if workers]
         changes += [f"{each.worker}->{each.role}" for each in message.reassign]
-        self.say(at_ms, f"{message.plan_id} {message.stage}: {' '.join(changes)}")
+        change = self.fold.take(message)
+        text = "" if change is None else change_text(change)
+        if change is not None and text:
+            self.changes.append((at_ms, change))
+        self.say(at_ms, f"{message.plan_id} {text or message.stage + ': ' + ' '.join(changes)}")

@@ -12,6 +12,7 @@ from messages.subjects import decode_on, stream, telemetry_subject
 from pearl_state.model import RoleTable
 from pearl_state.peers import wrong_batch
 from pearl_state.watch import Replica
+from services.jobfile import JobFile
 from services.monitor.board import KINDS, Board
 from services.runtime.bus import Bus, Delivery
 from services.runtime.clock import now_ms
@@ -22,20 +23,12 @@ DURABLE = tuple(kind for kind in KINDS if kind is not WorkerHeartbeat)
 class Collector:
     """Keeps a board current until stopped. Reads only."""
 
-    def __init__(
-        self,
-        bus: Bus,
-        job_name: str,
-        *,
-        on_message: Callable[[int, object], None] | None = None,
-        train_steps: int | None = None,
-    ) -> None:
-        """`train_steps`: of the job; train steps beyond are not believed (None: all are)."""
-        self.board = Board()
+    def __init__(self, bus: Bus, job: JobFile, *, on_message: Callable[[int, object], None] | None = None) -> None:
+        self.board = Board(job)
         self._bus = bus
-        self._job = job_name
+        self._job = job.job.name
         self._on_message = on_message
-        self._train_steps = train_steps
+        self._train_steps = job.pipeline.train_steps
         self._seen = 0
         self._replica = Replica()
 
@@ -74,8 +67,7 @@ class Collector:
             message = decode_on(self._job, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage:
             return
-        steps = self._train_steps
-        if isinstance(message, StepFinished) and steps is not None and wrong_batch(message.batch, steps):
+        if isinstance(message, StepFinished) and wrong_batch(message.batch, self._train_steps):
             return
         self._take(delivery.at_ms, message)
 

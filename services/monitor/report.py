@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from itertools import pairwise
+from collections.abc import Sequence
 from statistics import fmean
 from typing import Any
 
@@ -15,29 +15,35 @@ from rich.table import Table
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
 from messages.envelope import Message, UndecodableMessage
 from messages.executors import ReconfigurationPlan
-from messages.ids import Mode
+from messages.ids import Zone
 from messages.monitor import DecisionRecord
-from messages.orchestrator import PlanProgress, TargetConfiguration
-from messages.pipeline_scheduler import Evaluated, StepFinished
+from messages.orchestrator import PlanProgress, WorkerGone
+from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, stream
 from services.checker.collect import check, refused_events
 from services.checker.core import Report
 from services.environments.loading import load_class
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
+from services.monitor import lending
+from services.monitor.history import Change, PlanFold, change_text, changes_of
 from services.monitor.view import spark
 from services.runtime.bus import Bus
 
 EDGE_STEPS = 5
 """Rewards are compared between the means of the first and the last so many train steps."""
+MOST_CHANGES = 12
+"""Mode switches and ratio changes that the printed report lists."""
 KINDS: tuple[type[Message], ...] = (
     GpuAvailable,
     GpuReclaimed,
     ReconfigurationPlan,
-    TargetConfiguration,
     DecisionRecord,
     PlanProgress,
     StepFinished,
+    TrajectoryCompleted,
+    WorkerGone,
     Evaluated,
+    *lending.KINDS,
 )
 
 
@@ -51,6 +57,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     preemptions_without_notice: int
     arrivals: int
+    changes: tuple[Change, ...]
+    throughput: float  # rollout tokens a second
+    lending: lending.Lending
     decisions: int
     evaluations: tuple[tuple[int, float], ...]
     train_s: float
@@ -97,7 +106,10 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "preemptions": self.preemptions,
             "preemptions_without_notice": self.preemptions_without_notice,
             "arrivals": self.arrivals,
-            "borrows": {"count": 0, "denied_by_gate": 0, "late_returns": 0},
+            "borrows": self.lending.borrows,
+            "memory": msgspec.to_builtins(self.lending.memory),
+            "changes": [_change_json(change) for change in self.changes if change_text(change)],
+            "rollout_tokens_per_s": round(self.throughput, 1),
             "decisions": self.decisions,
             "processes": [{"name": name, "pid": pid} for name, pid in sorted(self.processes.items())],
             "wall_s": round(self.wall_s, 1),
@@ -105,33 +117,76 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         return json.dumps(body)
 
 
-async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall_s: float) -> DemoReport:
-    """Read the whole event stream and let the checker read journals and attempt logs."""
-    events: list[Message] = []
-    refused = await refused_events(bus, job.job.name)
-    async for delivery in bus.read(stream(job.job.name, "ev"), f"pearl.{job.job.name}.ev.>"):
+def _change_json(change: Change) -> dict[str, Any]:
+    """A mode switch, ratio change, borrow or return, with what was predicted of it."""
+    record = change.record
+    incumbent = None if record is None or record.incumbent is None else record.incumbent.makespan_s
+    return {
+        "plan": change.plan_id,
+        "decision": change.decision_id,
+        "kinds": list(change.kinds),
+        "before": str(change.before),
+        "after": str(change.after),
+        "forced": change.forced,
+        "predicted_s": None if record is None else record.chosen.makespan_s,
+        "incumbent_s": incumbent,
+        "reason": "" if record is None else record.reason,
+        "borrow_reason": "" if record is None else record.borrow_reason,
+    }
+
+
+async def read_events(bus: Bus, job_name: str) -> list[tuple[int, Message]]:
+    """The event stream as (Unix ms, message), as far as a report needs it."""
+    events: list[tuple[int, Message]] = []
+    refused = await refused_events(bus, job_name)
+    async for delivery in bus.read(stream(job_name, "ev"), f"pearl.{job_name}.ev.>"):
         try:
-            event = decode_on(job.job.name, delivery.subject, delivery.data, *KINDS)
+            event = decode_on(job_name, delivery.subject, delivery.data, *KINDS)
         except UndecodableMessage:
             continue
         if delivery.seq not in refused:
-            events.append(event)
+            events.append((delivery.at_ms, event))
+    return events
+
+
+async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall_s: float) -> DemoReport:
+    """Read the whole event stream and let the checker read journals and attempt logs."""
+    timed = await read_events(bus, job.job.name)
+    events = [event for _, event in timed]
     steps = {event.batch: event for event in events if isinstance(event, StepFinished)}
     reclaims = [event for event in events if isinstance(event, GpuReclaimed)]
+    changes = changes_of(events, PlanFold.of(job))
     return DemoReport(
         rewards=tuple(steps[batch].reward_mean for batch in sorted(steps)),
         reward_blind=blind_reward(job),
         checked=await check(bus, job),
-        plans=count_plans(events),
+        plans=count_plans(events, changes),
         preemptions=len(reclaims),
         preemptions_without_notice=sum(event.notice_ms == 0 for event in reclaims),
         arrivals=sum(isinstance(event, GpuAvailable) for event in events),
+        changes=changes,
+        throughput=rollout_throughput(timed),
+        lending=lending.lending_of(events, {slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP}),
         decisions=sum(isinstance(event, DecisionRecord) for event in events),
         evaluations=tuple((event.version, event.reward_mean) for event in events if isinstance(event, Evaluated)),
         train_s=sum(event.train_s for event in steps.values()),
         processes=processes,
         wall_s=wall_s,
     )
+
+
+def rollout_throughput(timed: Sequence[tuple[int, Message]], *, skip_s: float = 0.0) -> float:
+    """Generated tokens a second, from the first end of a trajectory (or `skip_s` after the first event) to the last.
+
+    Tokens of trajectories that ended in that time; of failed ones too, since they were generated.
+    """
+    begin_ms = timed[0][0] + 1000 * skip_s if timed else 0.0
+    ends = [(at, event) for at, event in timed if isinstance(event, TrajectoryCompleted) and at >= begin_ms]
+    if len(ends) < 2:
+        return 0.0
+    since_ms = begin_ms if skip_s else ends[0][0]
+    seconds = (ends[-1][0] - since_ms) / 1000
+    return sum(event.generated_tokens for _, event in ends) / seconds if seconds > 0 else 0.0
 
 
 def blind_reward(job: JobFile) -> float | None:
@@ -141,23 +196,28 @@ def blind_reward(job: JobFile) -> float | None:
     return None if blind is None else float(blind(job.environment.options))
 
 
-def count_plans(events: list[Message]) -> dict[str, int]:
-    """Plans by what they changed; a plan may count under several heads, `total` counts it once."""
-    plans = {event.plan_id: event for event in events if isinstance(event, ReconfigurationPlan)}
-    applied = {
-        event.plan_id for event in events if isinstance(event, ReconfigurationPlan) and event.stage == "applying"
+def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
+    """Plans by what they changed; a plan may count under several heads, `total` counts it once.
+
+    Mode switches are those of role counts before and after applied plans; a ratio change is one in which a worker that
+    stays takes another role within the mode. `forced` are the ones among them to which hysteresis did not apply.
+    """
+    total = {event.plan_id for event in events if isinstance(event, ReconfigurationPlan)}
+    counts = {
+        kind: sum(kind in change.kinds for change in changes)
+        for kind in ("grow", "shrink", "mode_switch", "ratio_change")
     }
-    modes = [event.mode for event in events if isinstance(event, TargetConfiguration) and event.mode is not Mode.PAUSED]
+    reshaped = [change for change in changes if {"mode_switch", "ratio_change"} & set(change.kinds)]
     return {
-        "total": len(plans),
-        "grow": sum(bool(plan.add) for name, plan in plans.items() if name in applied),
-        "shrink": sum(bool(plan.remove) for name, plan in plans.items() if name in applied),
-        "mode_switch": sum(before is not after for before, after in pairwise(modes)),
-        "ratio_change": sum(
-            bool(plan.reassign) and not plan.add and not plan.remove for name, plan in plans.items() if name in applied
-        ),
-        "cancelled": len(set(plans) - applied),
+        "total": len(total),
+        **counts,
+        "forced": sum(change.forced for change in reshaped),
+        "cancelled": len(total - {change.plan_id for change in changes}),
     }
+
+
+def _mb(size: int) -> str:
+    return f"{size / 1e6:.1f} MB"
 
 
 def print_report(report: DemoReport, job: JobFile) -> None:
@@ -185,10 +245,28 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"({report.preemptions_without_notice} without notice)",
     )
     table.add_row("plans", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.plans.items()))
+    borrows = report.lending.borrows
+    table.add_row(
+        "lending",
+        f"{borrows['count']} borrows, {borrows['denied_by_gate']} denied by the gate, {borrows['late_returns']} late returns",
+    )
+    table.add_row("rollout", f"{report.throughput:.0f} tokens/s")
+    lent, trainer, workers = report.lending, report.lending.memory["trainer"], report.lending.memory["workers"]
+    table.add_row(
+        "memory",
+        f"a borrow frees {_mb(trainer.freed_bytes)} of the trainer's and takes {_mb(workers.restored_bytes)} a worker; "
+        f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
+    )
+    table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
     table.add_row("decisions", f"{report.decisions}, each with its record in {job.run_dir / 'decisions.jsonl'}")
     table.add_row("processes", f"{len(report.processes)} started")
     table.add_row("files", f"{job.run_dir}")
     console.print(table)
+    reshaped = [change for change in report.changes if {"mode_switch", "ratio_change"} & set(change.kinds)]
+    for change in reshaped[:MOST_CHANGES]:
+        console.print(f"  {change.plan_id} ({change.decision_id}) {change_text(change)}", highlight=False)
+    if len(reshaped) > MOST_CHANGES:
+        console.print(f"  and {len(reshaped) - MOST_CHANGES} more")
     if checked.violations:
         console.print(f"[bold red]{len(checked.violations)} violations[/]")
         for violation in checked.violations[:20]:

@@ -20,6 +20,7 @@ from services.connect import connect
 from services.jobfile import JobFile
 from services.monitor.board import Board
 from services.monitor.collector import Collector
+from services.monitor.history import alternative_text
 from services.runtime.clock import now_ms
 
 BARS = " ▁▂▃▄▅▆▇█"
@@ -60,10 +61,13 @@ def candidate_text(candidate: Candidate) -> str:
 
 
 def decision_text(record: DecisionRecord) -> str:
-    """A decision in one line: what, predicted how, why."""
-    makespan = "" if record.chosen.makespan_s is None else f" predicted {record.chosen.makespan_s:.1f} s"
+    """A decision in one line: what, predicted how against the other mode's best, why, and what the gate said."""
+    makespan = "" if record.chosen.makespan_s is None else f" {record.chosen.makespan_s:.1f} s"
     forced = " (forced)" if record.forced else ""
-    return f"{candidate_text(record.chosen)}{makespan}{forced}: {record.reason}"
+    gate = ""
+    if record.lending and record.overlap_workers:
+        gate = f"; {'borrow' if record.borrow else 'no borrow'}: {record.borrow_reason}"
+    return f"{candidate_text(record.chosen)}{makespan}{alternative_text(record)}{forced}: {record.reason}{gate}"
 
 
 def workers_table(board: Board, at_ms: int) -> Table:
@@ -82,8 +86,8 @@ def workers_table(board: Board, at_ms: int) -> Table:
         table.add_column(column, justify=justify, no_wrap=True)  # pyright: ignore[reportArgumentType]
     rows: Sequence[Row] = board.table.rows if board.table else ()
     for row in rows:
-        if row.zone is Zone.OVERLAP:
-            continue
+        if row.zone is Zone.OVERLAP and not row.incarnation:
+            continue  # never launched
         seen = board.heartbeats.get(row.worker)
         fresh = seen is not None and at_ms - seen[0] < STALE_MS
         activity = str(row.activity) if row.stage == "none" else f"{row.stage}"
@@ -124,6 +128,12 @@ def render(board: Board, job: JobFile, begun_ms: int, width: int = 110) -> Layou
     curves.add_row("budget", Text(spark(usable, 40, 0.0, most), style="blue"), f"{usable[-1]:.0f} slots")
     curves.add_row("active", Text(spark(active, 40, 0.0, most), style="green"), f"{active[-1]:.0f} workers")
     curves.add_row("tokens/s", "", f"{board.tokens_per_s:.0f}")
+    kinds = [kind for _, change in board.changes for kind in change.kinds]
+    told = ", ".join(
+        f"{kinds.count(kind)} {text}"
+        for kind, text in (("mode_switch", "mode switches"), ("ratio_change", "ratio changes"), ("borrow", "borrows"))
+    )
+    curves.add_row("runs", Text(told), str(board.fold.served))
     if board.progress is not None:
         filled = round(40 * board.progress.done / max(board.progress.size, 1))
         curves.add_row(
@@ -147,9 +157,9 @@ def render(board: Board, job: JobFile, begun_ms: int, width: int = 110) -> Layou
     rows = len(board.table.rows) if board.table else 4
     layout.split_column(
         Layout(head, size=1),
-        Layout(name="middle", size=max(9, min(18, rows + 3))),
-        Layout(Panel(decisions, title="decisions and why", title_align="left"), size=8),
-        Layout(Panel(happenings, title="what happened", title_align="left"), size=10),
+        Layout(name="middle", size=max(10, min(18, rows + 3))),
+        Layout(Panel(decisions, title="decisions, predicted makespans and why", title_align="left"), size=8),
+        Layout(Panel(happenings, title="what happened", title_align="left"), size=12),
     )
     layout["middle"].split_row(
         Layout(Panel(workers_table(board, at_ms), title="workers", title_align="left"), ratio=3),
@@ -164,7 +174,7 @@ async def watch(job: JobFile, stop: asyncio.Event, *, collector: Collector | Non
     bus = await connect(job, "monitor") if own else None
     if collector is None:
         assert bus is not None
-        collector = Collector(bus, job.job.name, train_steps=job.pipeline.train_steps)
+        collector = Collector(bus, job)
         await collector.start()
     begun_ms = now_ms()
     console = Console()

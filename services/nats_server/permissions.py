@@ -82,6 +82,7 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         rollout_worker.Activate,
         trainer.TrainerResume,
         trainer.TrainerRelease,
+        monitor.GpusReturned,
         runtime_tracker.OperationTimed,
     ),
     "node_agent": (
@@ -103,6 +104,7 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
     ),
     "trainer": (
         toggle_manager.TrainerReleased,
+        toggle_manager.TrainerResumed,
         toggle_manager.TrainerReady,
         pipeline_scheduler.WeightsPublished,
         pipeline_scheduler.StepFinished,

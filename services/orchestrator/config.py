@@ -20,6 +20,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     apply_ms: int
     lease_ms: int
     train_steps: int
+    return_ms: int = 5000  # lent training GPUs are back so long after training asks, where the target names no time
+    lending: bool = False  # overlap slots have a process from the start
     hold_ms: int = 500  # between a failed plan and the next growth: what is left of its group is killed meanwhile
     backoff_first_ms: int = 2000  # a slot that failed waits so long, then twice as long, ...
     backoff_most_ms: int = 60_000  # ... up to this: a node that comes back is tried within a minute
@@ -44,6 +46,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             apply_ms=job.timeouts.apply_ms,
             lease_ms=job.timeouts.lease_ms,
             train_steps=job.pipeline.train_steps,
+            return_ms=job.timeouts.return_ms,
+            lending=job.decision.lending,
         )
 
     @property

@@ -13,7 +13,19 @@ import msgspec
 
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message, brief, tag_of
-from messages.ids import Activity, Epoch, Gpu, Incarnation, Mode, PolicyVersion, Residency, Role, Stage, WorkerId, Zone
+from messages.ids import (
+    Activity,
+    Epoch,
+    Gpu,
+    Incarnation,
+    Mode,
+    PolicyVersion,
+    Role,
+    RoleGeneration,
+    Stage,
+    WorkerId,
+    Zone,
+)
 from messages.orchestrator import (
     PlanProgress,
     RoleSet,
@@ -23,19 +35,21 @@ from messages.orchestrator import (
     WorkerGone,
     WorkerLost,
     WorkerReady,
+    WorkerReleased,
 )
 from messages.pipeline_scheduler import WeightsPublished
 from messages.subjects import node_of
-from messages.toggle_manager import TrainerReady
+from messages.toggle_manager import TrainerReady, TrainerReleased
 from pearl_state.invariants import check
-from pearl_state.model import DEDICATED_ZONES, Move, Pair, PlanRecord, RoleTable, Row, change, with_rows
+from pearl_state.model import Move, Pair, PlanRecord, RoleTable, Row, change, with_rows
 from pearl_state.peers import Fact, wrong_budget, wrong_fact, wrong_version, wrong_weights
+from services.orchestrator import core_lending as lending
 from services.orchestrator import core_plans as plans
 from services.orchestrator.config import Config
 from services.orchestrator.core_planning import counts_of, next_draft
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 
-MOST_ROUNDS = 8
+MOST_ROUNDS = 12
 """Bound of moves in one step (drop, draft, cut, roll back, draft anew ...); more would be a loop."""
 LONGEST_ENDPOINT = 256
 """Characters of a worker's endpoint, which the table holds and everyone reads."""
@@ -56,8 +70,10 @@ class OrchestratorCore:
         WeightsApplied,
         RoleSet,
         WorkerDrained,
+        WorkerReleased,
         WorkerGone,
         WeightsPublished,
+        TrainerReleased,
         TrainerReady,
         NodeUp,
     )
@@ -85,7 +101,9 @@ class OrchestratorCore:
                     "keeps both for the life of a job; name the node differently or start a job of another name"
                 )
             if row is None:
-                rows[slot.worker] = _new_row(slot.worker, slot.gpus, slot.zone)
+                row = rows[slot.worker] = _new_row(slot.worker, slot.gpus, slot.zone)
+            if self.config.lending and row.zone is Zone.OVERLAP and row.incarnation == 0:
+                rows[slot.worker] = change(row, Move.RESPAWN)
         pairs = {pair.overlap: pair for pair in table.pairs}
         trainers = {row.gpus[0].node: row.worker for row in rows.values() if row.zone is Zone.TRAINING}
         for row in rows.values():
@@ -151,6 +169,10 @@ class OrchestratorCore:
             case WorkerDrained() as fact:
                 # The rebuilder's business, the row says "draining" until it reports; but who names no slot is told here.
                 _current(table, fact, notes)
+            case WorkerReleased() as fact:
+                table = self.on_released(table, fact, notes)
+            case TrainerReleased() as fact:
+                table = lending.trainer_released(table, fact)
             case WorkerGone() as fact:
                 table = self.on_gone(table, event, fact, fact.reason, notes)
             case WorkerLost() as fact:
@@ -214,9 +236,12 @@ class OrchestratorCore:
             return f"{counts.total} roles for {len(target.usable)} usable slots"
         if target.training_batch is not None and target.training_batch < 0:
             return f"training batch {target.training_batch} is negative"
-        strangers = sorted(worker for worker in target.usable if rows[worker].zone not in DEDICATED_ZONES)
-        if strangers:
-            return f"{', '.join(strangers)}: training GPUs are not lent in this release; keep them out of usable"
+        trainers = sorted(worker for worker in target.usable if rows[worker].zone is Zone.TRAINING)
+        if trainers:
+            return f"{', '.join(trainers)}: rollout uses a training GPU through its overlap slot only"
+        lent = sorted(worker for worker in target.usable if rows[worker].zone is Zone.OVERLAP)
+        if lent and target.training_batch is not None:
+            return f"{', '.join(lent)}: not usable while training has, or wants, its GPUs"
         return ""
 
     def on_progress(self, table: RoleTable, event: Input, progress: PlanProgress, notes: list[Effect]) -> RoleTable:
@@ -232,7 +257,12 @@ class OrchestratorCore:
             return table
         known = plan.rebuilder if progress.part == "rebuilder" else plan.toggle
         if known == "none":
-            notes.append(Refuse(f"plan {plan.plan_id} has no part for the {progress.part}"))
+            # Not refused: an executor that was restarted may report a part that a newer view of the plan no longer has.
+            notes.append(Note("progress_stale", f"{progress.part} has no part in plan {plan.plan_id}", "debug"))
+            return table
+        if progress.report == "vetoed" and plan.stage == plans.APPLYING:
+            # It crossed the cut epoch. The newer target that it heralds will undo what has to be undone.
+            notes.append(Note("veto_late", f"plan {plan.plan_id} is vetoed after its cut epoch: it goes on", "debug"))
             return table
         if progress.report in ("failed", "vetoed"):
             reason = f"{progress.part} {progress.report}: {progress.reason or 'no reason given'}"
@@ -252,14 +282,20 @@ class OrchestratorCore:
         return msgspec.structs.replace(table, plan=plan)
 
     def on_ready(self, table: RoleTable, fact: WorkerReady, notes: list[Effect]) -> RoleTable:
-        """A joiner's process is up: its endpoint is known. It is prepared when it holds weights."""
+        """A joiner's process is up: its endpoint is known. It is prepared when it holds weights.
+
+        An overlap worker's process is up long before it is lent GPUs.
+        """
         row = _current(table, fact, notes)
-        if row is None or row.activity is Activity.INACTIVE or row.endpoint == fact.endpoint:
+        if row is None:
             return table
         if len(fact.endpoint) > LONGEST_ENDPOINT:
             notes.append(Refuse(f"{row.worker} has an endpoint of {len(fact.endpoint)} characters"))
             return table
-        return with_rows(table, (msgspec.structs.replace(row, endpoint=fact.endpoint),))
+        ready = row.zone is Zone.OVERLAP
+        if (row.activity is Activity.INACTIVE and not ready) or (row.endpoint, row.ready) == (fact.endpoint, ready):
+            return table
+        return with_rows(table, (msgspec.structs.replace(row, endpoint=fact.endpoint, ready=ready),))
 
     def on_weights_applied(self, table: RoleTable, fact: WeightsApplied, notes: list[Effect]) -> RoleTable:
         """A worker generates with a version. It answers commands, hence a launching one is now prepared."""
@@ -299,13 +335,19 @@ class OrchestratorCore:
         worker, incarnation = fact.worker, fact.incarnation
         if row.zone is Zone.TRAINING:
             notes.append(Note("trainer_gone", f"{worker} #{incarnation} is gone ({reason})", "warning"))
+            if not reason.startswith(LOST):
+                table = lending.trainer_gone(table)
             return with_rows(table, (change(row, Move.RESPAWN),))
+        if row.zone is Zone.OVERLAP and not reason.startswith(LOST):
+            table = lending.freed(table, row)
+            if row.activity is Activity.INACTIVE:
+                return with_rows(table, (change(row, Move.RESPAWN),))
         if row.activity is Activity.INACTIVE:
             return table
         level = "info" if row.stage is Stage.DRAINING else "warning"
         text = f"{worker} #{incarnation}, {row.activity}/{row.stage}, is gone ({reason})"
         notes.append(Note("worker_gone", text, level))
-        lost = with_rows(table, (change(row, Move.LOSE),))
+        lost = with_rows(table, (_lost(row, unreachable=reason.startswith(LOST)),))
         away = reason.startswith((RECLAIMED, LOST))
         if away:
             # Its GPUs are gone, or its node is silent: not to be counted on until a newer budget says so, or time passes.
@@ -317,6 +359,11 @@ class OrchestratorCore:
             return plans.drop(lost)  # planned again without it; the others are adopted
         blamed = () if away else (worker,)
         return self._fail(lost, event.now_ms, blamed, f"joiner {worker} is gone ({reason})", notes)
+
+    def on_released(self, table: RoleTable, fact: WorkerReleased, notes: list[Effect]) -> RoleTable:
+        """An overlap worker gave its device memory back."""
+        row = _current(table, fact, notes)
+        return table if row is None else lending.worker_released(table, row, fact)
 
     def on_published(self, table: RoleTable, published: WeightsPublished, notes: list[Effect]) -> RoleTable:
         """A newer policy version; joiners that are being admitted must hold it first."""
@@ -349,20 +396,21 @@ class OrchestratorCore:
         table = _expire(table, now_ms)
         for _ in range(MOST_ROUNDS):
             before = table
-            table = self._hand_over(table, notes)
+            table = self._hand_over(table, now_ms, notes)
             table = self._advance(table, now_ms, notes)
+            table = lending.settle(table, self.config, now_ms)
             if table is before:
                 return table
         raise AssertionError(f"no fixed point after {MOST_ROUNDS} rounds; plan {table.plan}")
 
-    def _hand_over(self, table: RoleTable, notes: list[Effect]) -> RoleTable:
-        """Training owns its GPUs once every pair's residency is `training`; this waits for no rollout plan."""
+    def _hand_over(self, table: RoleTable, now_ms: int, notes: list[Effect]) -> RoleTable:
+        """Training owns its GPUs once nothing else is on them; this waits for no rollout plan."""
         target = table.writer.target
         if target is None or target.training_batch == table.training_batch:
             return table
-        if target.training_batch is not None and any(pair.residency is not Residency.TRAINING for pair in table.pairs):
-            return table
         occupied = target.training_batch is not None
+        if occupied and not lending.may_train(table):
+            return table
         move = Move.OCCUPY if occupied else Move.VACATE
         rows = [
             change(row, move)
@@ -371,7 +419,12 @@ class OrchestratorCore:
         ]
         what = f"training owns its GPUs for batch {target.training_batch}" if occupied else "training is idle"
         notes.append(Note("training", what))
-        return msgspec.structs.replace(with_rows(table, rows), training_batch=target.training_batch)
+        return msgspec.structs.replace(
+            with_rows(table, rows),
+            pairs=lending.occupied(table) if occupied else lending.vacated(table),
+            training_batch=target.training_batch,
+            training_since_ms=now_ms if occupied else 0,
+        )
 
     def _advance(self, table: RoleTable, now_ms: int, notes: list[Effect]) -> RoleTable:
         """One move of the plan in progress, or the next plan."""
@@ -381,6 +434,10 @@ class OrchestratorCore:
         if plan is None:
             return self._plan_next(table, target, now_ms, notes)
         if plan.stage == plans.APPLYING:
+            cut = lending.cut_returns(table, target)
+            if cut is not table:
+                notes.append(Note("plan_cut_short", f"plan {plan.plan_id} goes on without training's GPUs"))
+                return cut
             table = self._advance_applying(table, plan, notes)
         else:
             table = self._advance_preparing(table, plan, target, now_ms, notes)
@@ -452,6 +509,19 @@ class OrchestratorCore:
 
 
 _REPORTS = ("pending", "prepared", "applied", "failed", "vetoed")
+
+
+def _lost(row: Row, *, unreachable: bool) -> Row:
+    """A row whose process serves no more. One that is gone is wanted again, where processes are kept for lending.
+
+    One that is only unreachable may live, and hold device memory: it is asked to let go, under a generation that was
+    never announced to it, before its GPUs are training's again.
+    """
+    overlap = row.zone is Zone.OVERLAP
+    if overlap and unreachable:
+        return change(row, Move.LOSE, generation=RoleGeneration(row.role_generation + 3))
+    row = change(row, Move.LOSE)
+    return change(row, Move.RESPAWN) if overlap else row
 
 
 def _new_row(worker: WorkerId, gpus: tuple[Gpu, ...], zone: Zone) -> Row:

@@ -15,10 +15,11 @@ from collections.abc import Sequence
 
 import msgspec
 
-from messages.ids import Activity, Role, Stage, WorkerId
+from messages.ids import Activity, Role, Stage, WorkerId, Zone
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import DEDICATED_ZONES, RoleTable, Row, serves
 from pearl_state.plan import Counts, MinimalPlan, choose_members, first_wave, fit, minimal_change
+from services.orchestrator.core_lending import can_borrow
 
 
 class Draft(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,13 +39,15 @@ def counts_of(target: TargetConfiguration) -> Counts:
 def next_draft(table: RoleTable, target: TargetConfiguration, now_ms: int, *, whole_group: bool = False) -> Draft:
     """What to do next towards the target. `whole_group`: do not let prepared joiners go ahead of the others."""
     leaving = frozenset(leave.worker for leave in target.leaving)
+    if target.training_batch is not None:
+        leaving |= {row.worker for row in table.rows if row.zone is Zone.OVERLAP}
     waiting = frozenset(entry.worker for entry in table.writer.backoffs if entry.until_ms > now_ms)
     usable = frozenset(target.usable) - leaving
     available = [
         row
         for row in table.rows
         if row.worker in usable
-        and row.zone in DEDICATED_ZONES
+        and (row.zone in DEDICATED_ZONES or can_borrow(table, target, row))
         and row.stage is not Stage.DRAINING
         and not (row.activity is Activity.INACTIVE and row.worker in waiting)
     ]
@@ -78,13 +81,17 @@ def _urgent(table: RoleTable, members: Sequence[WorkerId], counts: Counts, leavi
     broken = any(row.stage is Stage.SWITCHING for row in survivors)
     # Those that the target drops without need serve on until their cut.
     staying = [row for row in table.rows if row.activity is Activity.ACTIVE and row.worker not in leaving]
-    if survivors and (broken or not serves(row.role for row in staying)):
+    useless = not serves(row.role for row in staying)
+    if survivors and (broken or useless):
         rows = [row for row in table.rows if row not in staying or row.worker in stay]
         return minimal_change(rows, [row.worker for row in survivors], fit(counts, len(survivors)))
     remove = [
         row.worker
         for row in table.rows
         if (row.worker in leaving and _survives(row))
+        or (
+            useless and row in staying and row.worker not in stay and _survives(row)
+        )  # it serves nothing, nobody wants it
         or row.stage is Stage.DRAINING
         or (row.stage is Stage.SWITCHING and row.worker not in stay)
     ]

@@ -5,15 +5,16 @@ Each function takes a table and returns the next one; none changes the epoch, wh
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import msgspec
 
 from messages.decision_engine import Leave
 from messages.executors import Assign, ReconfigurationPlan
-from messages.ids import Activity, PlanId, Role, RoleGeneration, Stage, WorkerId
+from messages.ids import Activity, PlanId, Role, RoleGeneration, Stage, WorkerId, Zone
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import Backoff, Move, PlanRecord, RoleTable, Row, change, with_rows
+from pearl_state.plan import MinimalPlan
 from services.orchestrator.config import Config
 from services.orchestrator.core_planning import Draft
 
@@ -44,7 +45,7 @@ def start(table: RoleTable, target: TargetConfiguration, draft: Draft, config: C
     """
     assert table.plan is None, "one plan at a time"
     rows = table.by_worker
-    changed = {worker: change(rows[worker], Move.CANCEL) for worker in draft.cancel}
+    changed = {worker: _cancelled(rows[worker]) for worker in draft.cancel}
     plan = draft.plan
     if plan.empty:
         return with_rows(table, changed.values())
@@ -52,7 +53,7 @@ def start(table: RoleTable, target: TargetConfiguration, draft: Draft, config: C
     for placement in plan.add:
         row = rows[placement.worker]
         if row.activity is Activity.INACTIVE:
-            row = change(row, Move.LAUNCH, role=placement.role)
+            row = change(row, Move.LAUNCH, role=placement.role, same_process=row.zone is Zone.OVERLAP)
         else:  # adopted: the same process, perhaps for another role
             row = msgspec.structs.replace(row, role=placement.role)
         changed[row.worker] = row
@@ -68,10 +69,25 @@ def start(table: RoleTable, target: TargetConfiguration, draft: Draft, config: C
         reassign=tuple(_assign(rows[p.worker], p.role, 2) for p in plan.reassign),
         started_ms=now_ms,
         deadline_ms=now_ms + config.preparing_ms,
+        rebuilder=_part_of(rows, plan, overlap=False),
+        toggle=_part_of(rows, plan, overlap=True),
     )
     writer = msgspec.structs.replace(table.writer, plans=table.writer.plans + 1, role_set=())
     table = msgspec.structs.replace(with_rows(table, changed.values()), plan=record, writer=writer)
     return table if add else cut(table, config, now_ms)
+
+
+def _part_of(rows: Mapping[str, Row], plan: MinimalPlan, *, overlap: bool) -> str:
+    """Whether an executor has a part in a plan: the cluster rebuilder in the dedicated zones, the toggle manager in overlap."""
+    named = (*plan.remove, *(placement.worker for placement in (*plan.add, *plan.reassign)))
+    return "pending" if any((rows[worker].zone is Zone.OVERLAP) is overlap for worker in named) else "none"
+
+
+def _cancelled(row: Row, announced: RoleGeneration | None = None) -> Row:
+    """A joiner taken back. An overlap worker lives on, and the generation it was to be activated with is used up."""
+    if announced is None and row.zone is Zone.OVERLAP:
+        announced = RoleGeneration(row.role_generation + 1)
+    return change(row, Move.CANCEL, generation=announced)
 
 
 def _assign(row: Row, role: Role, ahead: int) -> Assign:
@@ -172,8 +188,7 @@ def roll_back(
     for assign in plan.add:
         row = rows[assign.worker]
         if row.activity is Activity.TRANSITIONING:
-            announced = assign.role_generation if plan.stage == APPLYING else row.role_generation
-            changed.append(change(row, Move.CANCEL, generation=announced))
+            changed.append(_cancelled(row, assign.role_generation if plan.stage == APPLYING else None))
     if plan.stage == APPLYING:
         for assign in plan.reassign:
             row = rows[assign.worker]

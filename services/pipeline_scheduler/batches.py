@@ -41,7 +41,7 @@ class Batch(msgspec.Struct, frozen=True, kw_only=True):
 
     batch: int
     groups: tuple[Group, ...] = ()
-    marked: int = 0  # progress reported so far, in eighths
+    marked: int = -1  # progress reported so far, in eighths; -1: none yet
 
     @property
     def running(self) -> int:

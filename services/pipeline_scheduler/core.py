@@ -137,9 +137,7 @@ class PipelineSchedulerCore:
             return self._retry(state, batch, group, index, reason)
         item = BatchItem(message.trajectory, message.group, message.reward, message.status, message.journal)
         batch = with_member(batch, group, index, msgspec.structs.replace(member, ended=item))
-        batch, effects = self._progress(batch)
-        state = msgspec.structs.replace(_with_batch(state, batch), ended=state.ended + 1)
-        return state, effects
+        return msgspec.structs.replace(_with_batch(state, batch), ended=state.ended + 1), ()
 
     def on_weights_published(
         self, state: PipelineState, message: WeightsPublished, now_ms: int
@@ -201,6 +199,7 @@ class PipelineSchedulerCore:
         state = self._evaluate(state, effects)
         state = self._begin_training(state, effects)
         state = self._admit(state, effects)
+        state = self._tell_progress(state, effects)
         return state, tuple(effects)
 
     def _update_workers(self, state: PipelineState, now_ms: int, effects: list[Effect]) -> PipelineState:
@@ -307,17 +306,29 @@ class PipelineSchedulerCore:
         state = msgspec.structs.replace(state, replaced_groups=state.replaced_groups + 1)
         return state, (note,)
 
-    def _progress(self, batch: Batch) -> tuple[Batch, Effects]:
-        mark = batch.ended * PROGRESS_MARKS // self.config.batch_trajectories
-        if mark <= batch.marked:
-            return batch, ()
-        message = BatchProgress(
-            batch=batch.batch,
-            size=self.config.batch_trajectories,
-            done=batch.ended,
-            remaining=self.config.batch_trajectories - batch.ended,
-        )
-        return msgspec.structs.replace(batch, marked=mark), (Send(message),)
+    def _tell_progress(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
+        """At coarse marks, how far the batch is that training waits for. Of its end `training.begin` tells."""
+        if not state.batches:
+            return state
+        batch, size = state.batches[0], self.config.batch_trajectories
+        mark = batch.ended * PROGRESS_MARKS // size
+        if mark <= batch.marked or batch.ended >= size:
+            return state
+        left = size - batch.ended
+        remaining = min(size, left + min(left, self._admissible_next(state, batch.batch + 1)))
+        effects.append(Send(BatchProgress(batch=batch.batch, size=size, done=batch.ended, remaining=remaining)))
+        return _with_batch(state, msgspec.structs.replace(batch, marked=mark))
+
+    def _admissible_next(self, state: PipelineState, batch: int) -> int:
+        """Trajectories of the next batch that may still be admitted while this one runs: one in each slot that frees up.
+
+        They are work too that borrowed GPUs do before training begins (R of eq. 7, DESIGN 5).
+        """
+        allowed = batch < self.config.train_steps and state.serving >= batch - self.config.staleness
+        if not self.config.early_start or not allowed:
+            return 0
+        admitted = next((len(other.groups) for other in state.batches if other.batch == batch), 0)
+        return (self.config.groups - admitted) * self.config.group_size
 
     # --- held-out evaluation
 

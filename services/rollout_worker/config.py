@@ -6,9 +6,10 @@ from typing import Final
 
 import msgspec
 
-from services.jobfile import ConfigError, JobFile, RolloutSection
+from messages.ids import WorkerId, Zone
+from services.jobfile import ConfigError, EmulationSection, JobFile, RolloutSection, rollout_slots
 
-ENGINES: Final = ("torch",)
+ENGINES: Final = ("torch", "emulated")
 LIVENESS_MS: Final = 1000
 """A request without tokens for so long gets an empty chunk: its edge takes `agent.silence_ms` of nothing for death."""
 
@@ -18,12 +19,15 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     rollout: RolloutSection
+    emulation: EmulationSection
     device: str
+    address: str  # of the node
     attempts_dir: str
     cache_dir: str  # of fetched snapshots; shared by the node's workers
     update_pause: str
     heartbeat_ms: int
     orphan_ms: int
+    lent: tuple[WorkerId, ...] = ()  # workers on training GPUs: they begin without device memory
 
     @classmethod
     def of(cls, job: JobFile, node: str) -> Config:
@@ -40,10 +44,13 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             job=job.job.name,
             rollout=job.rollout,
+            emulation=job.emulation,
             device=job.model.device,
+            address=next((each.address for each in job.nodes if each.name == node), "127.0.0.1"),
             attempts_dir=str(job.run_dir / "attempts"),
             cache_dir=str(job.run_dir / "cache" / node),
             update_pause=job.rollout.update_pause,
             heartbeat_ms=job.rollout.heartbeat_ms,
             orphan_ms=job.timeouts.orphan_ms,
+            lent=tuple(slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP),
         )

@@ -72,10 +72,11 @@ class RestoreMemory(msgspec.Struct, frozen=True):
 
 # What the engine did.
 class Loaded(msgspec.Struct, frozen=True):
-    """A snapshot is swapped in."""
+    """A snapshot is swapped in. `restored_bytes`: memory taken since the device memory was restored, at the first load."""
 
     version: PolicyVersion
     took_ms: int
+    restored_bytes: int = 0
 
 
 class Interrupted(msgspec.Struct, frozen=True):
@@ -124,12 +125,23 @@ Result = tuple[WorkerState, WorkerEffects]
 class RolloutWorkerCore:
     """One process: `worker` in its `incarnation`."""
 
-    def __init__(self, worker: WorkerId, incarnation: Incarnation) -> None:
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, *, released: bool = False) -> None:
+        """`released`: it begins without device memory, as an overlap worker does, whose GPUs are training's (paper 4.6)."""
         self.worker = worker
         self.incarnation = incarnation
+        self.released = released
 
     def initial(self) -> WorkerState:
-        return WorkerState()
+        if not self.released:
+            return WorkerState()
+        nothing = WorkerReleased(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            role_generation=RoleGeneration(0),
+            freed_bytes=0,
+            took_ms=0,
+        )
+        return WorkerState(resident=False, released=nothing)
 
     def step(self, state: WorkerState, event: Input) -> Result:
         message = cast(Event, event.message)
@@ -175,6 +187,10 @@ class RolloutWorkerCore:
             return f"role generation is {state.role_generation}, not {request.role_generation}"
         if state.version < request.min_version:
             return f"version {state.version} is below {request.min_version}"
+        if (state.role is Role.COLOCATED) == (request.bootstrap_room >= 0):
+            return (
+                f"a request {'with' if request.bootstrap_room >= 0 else 'without'} a room, for role {state.role.value}"
+            )
         return ""
 
     # Commands
@@ -238,7 +254,7 @@ class RolloutWorkerCore:
         wanted = state.wanted
         state = msgspec.structs.replace(state, version=event.version, loading=wanted, wanted=None)
         next_load: WorkerEffects = () if wanted is None else (Load(wanted),)
-        return state, (self._applied(state, event.took_ms), *next_load)
+        return state, (self._applied(state, event.took_ms, event.restored_bytes), *next_load)
 
     def on_interrupted(self, state: WorkerState, event: Interrupted) -> Result:
         assert state.busy == "drain"
@@ -286,8 +302,14 @@ class RolloutWorkerCore:
         what happens again after a toggle for a repetition."""
         return Send(fact, msg_id=f"{message_id(fact)}:{state.cycle}")
 
-    def _applied(self, state: WorkerState, took_ms: int) -> Send:
-        fact = WeightsApplied(worker=self.worker, incarnation=self.incarnation, version=state.version, took_ms=took_ms)
+    def _applied(self, state: WorkerState, took_ms: int, restored_bytes: int = 0) -> Send:
+        fact = WeightsApplied(
+            worker=self.worker,
+            incarnation=self.incarnation,
+            version=state.version,
+            took_ms=took_ms,
+            restored_bytes=restored_bytes,
+        )
         return self._send(state, fact)
 
     def _role_set(self, state: WorkerState) -> Send:

@@ -3,6 +3,9 @@
 Owns the engine, the requests that run on it and their attempt log. Never decides what it serves: executors do, by
 commands, and `core.py` says which are obeyed. Driven by commands, requests, and the engine.
 
+In the role `prefill` an attempt has no tokens and no entry in the log: its edge hears of it only if it was refused or
+interrupted, everything else from the decode worker, to which the engine hands it over.
+
 Invariants: tokens of an attempt are published in order, and its last chunk before any fact that says it ended; facts are
 published in order, each until the broker has it; while the broker is away the worker keeps its role and goes on; a
 process that hears nothing from it for `orphan_ms`, though it asks, ends itself, because nobody can tell it to.
@@ -22,7 +25,7 @@ import psutil
 
 from messages.agent import AttemptLogged, TokenChunk
 from messages.envelope import Message, UndecodableMessage, brief, encode
-from messages.ids import Incarnation, WorkerId
+from messages.ids import Incarnation, Role, WorkerId
 from messages.orchestrator import WorkerReady
 from messages.rollout_worker import CancelRequest, Generate, UpdateWeights
 from messages.runtime_tracker import WorkerHeartbeat
@@ -78,8 +81,9 @@ class EngineFailedError(Exception):
 class _Attempt:
     """A request that runs here."""
 
-    def __init__(self, request: Generate) -> None:
+    def __init__(self, request: Generate, role: Role) -> None:
         self.request = request
+        self.silent = role is Role.PREFILL
         self.offset = len(request.prefix)  # of the next token
         self.heard_of = time.monotonic()  # when its edge last got a chunk
         self.task: asyncio.Task[None] | None = None
@@ -92,7 +96,7 @@ class RolloutWorker:
         self, config: Config, bus: Bus, engine: Engine, worker: WorkerId, incarnation: Incarnation, *, began: float
     ) -> None:
         """`began`: monotonic seconds at which initialisation began."""
-        self.core = RolloutWorkerCore(worker, incarnation)
+        self.core = RolloutWorkerCore(worker, incarnation, released=worker in config.lent)
         self.state = self.core.initial()
         self.refused = 0
         self.lost_chunks = 0
@@ -109,6 +113,7 @@ class RolloutWorker:
         self._ready: WorkerReady | None = None
         self._probe: asyncio.Task[None] | None = None
         self._process = psutil.Process()
+        self._bare_bytes: int | None = None  # memory in use before it was restored, until the first load after
         self._tasks: asyncio.TaskGroup | None = None
         self._operations: set[asyncio.Task[None]] = set()
 
@@ -119,6 +124,8 @@ class RolloutWorker:
         requests = await self._bus.subscribe(f"{prefix}.gen.{self._worker}")
         self._bus.on_reconnect(self._reconnected)
         await self._engine.start()
+        if not self.state.resident:
+            await self._engine.release()
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -225,6 +232,8 @@ class RolloutWorker:
             await asyncio.sleep(LIVENESS_MS / 1000)
             now = time.monotonic()
             for attempt in tuple(self._attempts.values()):
+                if attempt.silent:
+                    continue
                 if now - attempt.heard_of >= LIVENESS_MS / 1000:
                     await self._chunk(attempt, [], [])
 
@@ -283,7 +292,9 @@ class RolloutWorker:
             await self._engine.load_snapshot(str(directory), command.version)
         finally:
             await self._engine.resume()
-        return Loaded(command.version, _ms_since(began))
+        before, self._bare_bytes = self._bare_bytes, None
+        restored = 0 if before is None else max(0, self._engine.occupied() - before)
+        return Loaded(command.version, _ms_since(began), restored)
 
     async def _interrupt(self) -> Interrupted:
         return Interrupted(await self._interrupt_all())
@@ -300,6 +311,7 @@ class RolloutWorker:
 
     async def _restore(self, generation: Any) -> MemoryRestored:
         began = time.monotonic()
+        self._bare_bytes = self._engine.occupied()
         await self._engine.restore()
         return MemoryRestored(generation, _ms_since(began))
 
@@ -321,7 +333,7 @@ class RolloutWorker:
         key = (request.request, request.attempt)
         if key in self._attempts:
             return
-        attempt = _Attempt(request)
+        attempt = _Attempt(request, self.state.role)
         refusal = self.core.refusal(self.state, request)
         if refusal:
             self.refused += 1
@@ -344,6 +356,9 @@ class RolloutWorker:
             temperature=request.temperature,
             seed=request.seed,
             stop_ids=request.stop_ids,
+            bootstrap_host=request.bootstrap_host,
+            bootstrap_port=request.bootstrap_port,
+            bootstrap_room=request.bootstrap_room,
         )
         start, finish = attempt.offset, "cancelled"
         begun = False
@@ -352,6 +367,9 @@ class RolloutWorker:
             async for chunk in stream:
                 if chunk.finish == "refused":
                     self.refused += 1
+                elif attempt.silent:
+                    if chunk.finish != "interrupted":
+                        continue
                 elif not begun:
                     begun = True
                     self._log_attempt(attempt, start, "")
@@ -486,7 +504,10 @@ async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int
     """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
     began = time.monotonic()
     config = Config.of(job, node_of(worker))
-    engine = make_engine(config.rollout, config.device)
+    age_s = time.time() - psutil.Process().create_time()
+    engine = make_engine(
+        config.rollout, config.device, config.address, emulation=config.emulation, age_s=max(0.0, age_s)
+    )
     bus = await connect(job, "rollout_worker")
     try:
         process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)

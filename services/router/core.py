@@ -7,6 +7,9 @@ checkpointed. The same calls in the same order give the same answers, which is w
 A request goes to the worker that holds its session's prefix unless that one is clearly more loaded, else to the least
 loaded. "Clearly" grows with the context that would be prefilled again. Load is what the last heartbeat said plus what
 was assigned here since; other routers' assignments show in the next heartbeat.
+
+Disaggregated (paper 4.2), that holds for either side: a prefill worker that has the session's prompts of earlier turns
+computes only what is new, as the planner's model of it assumes.
 """
 
 from __future__ import annotations
@@ -60,7 +63,7 @@ class RouterCore:
         self._seats: dict[str, Seat] = {}
         self._decoders: list[Seat] = []  # colocated and decode workers, which a request can run on
         self._prefillers: list[Seat] = []
-        self._sessions: OrderedDict[str, str] = OrderedDict()
+        self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # -> decode or colocated, prefill worker
         self._paused_by = ""
         self._paused_since_ms = 0
 
@@ -114,22 +117,26 @@ class RouterCore:
         free = [seat for seat in able if seat.load < most]
         if not free:
             return self._not_now(request, self.config.full_retry_ms, "all workers full")
-        seat = min(free, key=_load)
-        if affine is not None and affine is not seat and affine in free:
-            worth = min(self.config.max_running // 2, 1 + request.context_tokens // self.config.tokens_per_request)
-            if affine.load <= seat.load + worth:
-                seat = affine
+        seat = self._choose(free, affine, request.context_tokens)
         if seat.row.role is Role.COLOCATED:
             return self._place(request, seat, None)
-        prefiller = self._prefiller(seat.row.version, request.avoid)
-        if prefiller is None or prefiller.load >= most:
+        prefiller = self._prefiller(seat.row.version, request)
+        if prefiller is None:
             return self._not_now(request, self.config.full_retry_ms, "all prefill workers full")
         return self._place(request, seat, prefiller)
 
     def _affine(self, request: AssignRequest) -> Seat | None:
         """The worker that holds the session's prefix, as the client says, or as far as we remember."""
-        worker = request.last_worker or self._sessions.get(request.trajectory, "")
+        worker = request.last_worker or self._sessions.get(request.trajectory, ("", ""))[0]
         return self._seats.get(worker)
+
+    def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat:
+        """The least loaded, or the one with the prefix unless that is clearly more loaded."""
+        least = min(seats, key=_load)
+        if affine is None or affine not in seats:
+            return least
+        worth = min(self.config.max_running // 2, 1 + context_tokens // self.config.tokens_per_request)
+        return affine if affine.load <= least.load + worth else least
 
     def _able(self, min_version: PolicyVersion, affine: Seat | None) -> list[Seat]:
         """Workers that may run the request: at its version, decode workers only with a prefill worker of theirs."""
@@ -146,14 +153,17 @@ class RouterCore:
             window.append(affine)
         return window
 
-    def _prefiller(self, version: PolicyVersion, avoid: tuple[str, ...]) -> Seat | None:
-        """The least loaded prefill worker of exactly this version: KV of another is refused by its receiver."""
+    def _prefiller(self, version: PolicyVersion, request: AssignRequest) -> Seat | None:
+        """A prefill worker of exactly this version (KV of another is refused by its receiver) that is not full."""
         same = [seat for seat in self._prefillers if seat.row.version == version]
-        return min([seat for seat in same if seat.row.worker not in avoid] or same, key=_load, default=None)
+        able = [seat for seat in same if seat.row.worker not in request.avoid] or same
+        affine = self._seats.get(self._sessions.get(request.trajectory, ("", ""))[1])
+        free = [seat for seat in able if seat.load < self.config.most_in_flight]
+        return self._choose(free, affine, request.context_tokens) if free else None
 
     def _place(self, request: AssignRequest, seat: Seat, prefiller: Seat | None) -> Assignment:
         seat.assigned += 1
-        self._sessions[request.trajectory] = seat.row.worker
+        self._sessions[request.trajectory] = (seat.row.worker, prefiller.row.worker if prefiller is not None else "")
         self._sessions.move_to_end(request.trajectory)
         if len(self._sessions) > self.config.most_sessions:
             self._sessions.popitem(last=False)

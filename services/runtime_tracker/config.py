@@ -20,6 +20,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     new_share: float = 0.4  # weight of the newest train step in the moving averages: half-life of about 1.4 steps
     sample_ms: int = 1000  # least time between two samples of one worker: makes each cheap, and precise
     skip_samples: int = 1  # after an incarnation's first heartbeat, or a change of serving: warm-up
+    warm_up_ms: int = 2000  # after a role was set or device state restored: caches and graphs are cold
     most_workers: int = 5000  # the stated limit of a job (DESIGN 3)
     most_operations: int = 32  # kinds of operations whose cost is learned
 

@@ -48,7 +48,7 @@ class Supervisor:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._on_event = on_event or (lambda text: None)
+        self._on_event: Callable[[str], object] = on_event or str
         self.restarts: dict[str, int] = {}
 
     async def start(self, only: Sequence[str] | None = None) -> None:

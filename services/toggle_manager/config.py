@@ -17,6 +17,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     command_retry_ms: int
     prepare_ms: int
     release_ms: int  # a trainer that has not released by then is killed
+    resume_ms: int  # a trainer that has not taken its GPUs by then is killed
     drain_ms: int
     kill_grace_ms: int
     train_steps: int
@@ -32,6 +33,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             prepare_ms=job.timeouts.prepare_ms,
             # Moving the optimiser's state off the GPUs takes as long as a plan's apply section may.
             release_ms=job.timeouts.apply_ms,
+            # It may be starting, and reads its checkpoint first.
+            resume_ms=job.timeouts.prepare_ms,
             drain_ms=job.timeouts.drain_ms,
             kill_grace_ms=job.timeouts.kill_grace_ms,
             train_steps=job.pipeline.train_steps,

@@ -1,14 +1,17 @@
 """Toggle manager core (paper 4.6): makes the overlap zone's device state agree with the role table.
 
-Processes live on; only device state moves. As with the cluster rebuilder, all that it wants follows from the table.
+Processes live on; only device state moves. As with the cluster rebuilder, all that it wants follows from the table: the
+residency of each pair says whose device state may be on its GPUs, and is the only permission to put any there. The
+orchestrator moves it on by the facts that are caused here.
 
-- Training: while the table says that training owns its GPUs for batch k, and no overlap worker holds device memory,
-  the trainer is told to train k until the step is finished.
-- Borrow (a plan adds overlap workers): TrainerRelease -> TrainerReleased -> (Launch, the first time) -> Activate ->
-  WorkerActivated -> newest weights -> "prepared"; after the cut epoch SetRole -> "applied".
-- Return (a plan removes them): Drain -> WorkerDrained -> Deactivate -> WorkerReleased -> "applied". A worker that
-  does not answer in time is killed: its process's end gives the GPUs back as well.
-- A borrow half done that the table no longer wants is undone: an inactive overlap worker holds no device memory.
+- Processes: every overlap slot has one from the start. It holds no device memory before it is activated.
+- `training`, with training owning its GPUs for batch k: the trainer is told to train k until the step is finished.
+- `releasing`: the trainer is asked for its device memory until it says that it is free.
+- `activating`, for a worker that the plan adds: Activate -> WorkerActivated -> newest weights -> "prepared"; after the cut
+  epoch SetRole -> "applied".
+- `draining`: Drain -> WorkerDrained -> Deactivate -> WorkerReleased; plan or no plan, and whatever half-done borrow it is
+  the end of. A worker that does not answer in time is killed: its process's end gives the GPUs back as well.
+- A borrow that training would take back at once is vetoed while nothing but its joiners has changed.
 """
 
 from __future__ import annotations
@@ -18,10 +21,11 @@ from typing import NamedTuple
 import msgspec
 
 from messages.decision_engine import Leave
-from messages.elastic_scheduler import NodeUp
+from messages.elastic_scheduler import NodeUp, TrainingBegin
 from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
-from messages.ids import Activity, Epoch, Incarnation, PlanId, Residency, RoleGeneration, WorkerId
+from messages.ids import Activity, Epoch, Incarnation, PlanId, Residency, Stage, WorkerId
+from messages.monitor import GpusReturned
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import (
     PlanProgress,
@@ -37,15 +41,16 @@ from messages.pipeline_scheduler import StepFinished, WeightsPublished
 from messages.rollout_worker import Activate, Deactivate
 from messages.runtime_tracker import OperationTimed
 from messages.subjects import node_of
-from messages.toggle_manager import TrainerReady, TrainerReleased
+from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
-from pearl_state.model import PlanRecord, RoleTable, Row
+from pearl_state.model import Pair, PlanRecord, RoleTable, Row
 from pearl_state.orders import (
     Order,
     Repeat,
     answered,
     drain_order,
     given_up,
+    kill_at_ms,
     kill_key,
     kill_order,
     launch_order,
@@ -61,13 +66,19 @@ from services.toggle_manager.config import Config
 PART = "toggle"
 COST_WEIGHT = 0.3
 """Weight of the newest sample in the moving averages (paper 5): about the last five hand-overs count."""
+RELAUNCH_MS = 2000
+"""Least time between two launches in one slot: a worker that dies at its start does not keep its node busy."""
+FOLLOW_MS = 400
+"""From a process's SIGKILL until the table can say that its GPUs are training's: two ticks, and a few messages' way."""
+LENT = (Residency.FREE, Residency.ACTIVATING, Residency.ROLLOUT, Residency.DRAINING)
+"""Residencies in which nothing of the trainer's may be on the GPUs."""
 
 
 class ToggleCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Learned costs in seconds, exponential moving averages; None: no sample yet."""
 
-    borrow_s: float | None = None  # first TrainerRelease until the group is prepared
-    return_s: float | None = None  # cut epoch until all GPUs are back
+    borrow_s: float | None = None  # the first hand-over of a borrow until its group is prepared
+    return_s: float | None = None  # the first worker told to leave until all GPUs are free
     toggled_step_s: float | None = None  # from one finished train step to the next, with a borrow between them
     plain_step_s: float | None = None  # the same without one
 
@@ -81,14 +92,20 @@ class ToggleState(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Progress, ...] = ()
     pending: tuple[Repeat, ...] = ()
     marks: tuple[Mark, ...] = ()  # of the plan in the table
+    begun_batch: int = -1  # the newest batch that training asked its GPUs for
     finished_batch: int = -1  # the newest batch trained
+    returned_batch: int = -1  # the newest batch whose return was reported
     resume_batch: int = -1  # the batch the trainer was last told to train, and as of which epoch
     resume_epoch: Epoch = Epoch(0)
+    resumed: bool = False  # it has its device state back and trains that batch
     trainer_incarnation: Incarnation = Incarnation(1)
     trainer_resident: bool = True  # the trainer's device state may be on its GPUs
     release_epoch: Epoch = Epoch(0)  # names the last release asked for
     release_wanted: bool = False  # that release is under way
     costs: ToggleCosts = ToggleCosts()
+    borrow_since_ms: int = 0  # a borrow is under way since; 0: none is
+    return_since_ms: int = 0  # likewise a return
+    returned_s: float | None = None  # what the last return took, until the trainer's part of it is known too
     last_step_ms: int = 0
     toggled: bool = False  # GPUs were lent since the last finished step
 
@@ -110,6 +127,7 @@ class View(NamedTuple):
     table: RoleTable
     now_ms: int
     rows: dict[WorkerId, Row]
+    pairs: dict[WorkerId, Pair]
     known: dict[WorkerId, Progress]
 
 
@@ -120,6 +138,7 @@ class ToggleManagerCore:
     inputs: tuple[type[Message], ...] = (
         ReconfigurationPlan,
         NodeUp,
+        TrainingBegin,
         WorkerReady,
         WeightsApplied,
         WorkerDrained,
@@ -129,6 +148,7 @@ class ToggleManagerCore:
         WorkerGone,
         WeightsPublished,
         TrainerReleased,
+        TrainerResumed,
         TrainerReady,
         StepFinished,
     )
@@ -150,11 +170,13 @@ class ToggleManagerCore:
             case Tick():
                 pass
             case RoleTable() as table:
-                state = self.on_table(state, table)
+                state, effects = self.on_table(state, table)
             case ReconfigurationPlan() as plan:
                 effects = self.on_plan(plan)
             case NodeUp() as node:
                 state = self.on_node_up(state, node)
+            case TrainingBegin() as begin:
+                state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
             case WeightsPublished() as snapshot:
                 if problem := wrong_weights(snapshot, self.config.train_steps):
                     effects = (Refuse(problem),)
@@ -162,6 +184,8 @@ class ToggleManagerCore:
                     state = msgspec.structs.replace(state, snapshot=snapshot)
             case TrainerReleased() as released:
                 state = self.on_trainer_released(state, released)
+            case TrainerResumed() as resumed:
+                state, effects = self.on_trainer_resumed(state, resumed)
             case TrainerReady():
                 state = self.on_trainer_ready(state)
             case StepFinished() as finished:
@@ -185,9 +209,10 @@ class ToggleManagerCore:
 
     # Events
 
-    def on_table(self, state: ToggleState, table: RoleTable) -> ToggleState:
-        if state.table is not None and table.epoch <= state.table.epoch:
-            return state
+    def on_table(self, state: ToggleState, table: RoleTable) -> tuple[ToggleState, Effects]:
+        old = state.table
+        if old is not None and table.epoch <= old.epoch:
+            return state, ()
         marks = tuple(mark for mark in state.marks if table.plan is not None and mark.plan_id == table.plan.plan_id)
         mine = slim(table, (row for row in table.rows if row.worker in self._slots))
         state = msgspec.structs.replace(state, table=mine, marks=marks)
@@ -196,7 +221,45 @@ class ToggleManagerCore:
             stage = "applying" if part.applying else "preparing"
             if not _marked(state, part, stage):
                 state = _mark(state, part, stage)
+        if _any(mine, Residency.RELEASING) and not _any(old, Residency.RELEASING):
+            # Whatever was known of an earlier hand-over: this one wants an answer of its own.
+            state = msgspec.structs.replace(state, trainer_resident=True, release_wanted=False)
+        return self._returned(self._timed_hand_overs(state, old, mine), mine)
+
+    def _timed_hand_overs(self, state: ToggleState, old: RoleTable | None, new: RoleTable) -> ToggleState:
+        """When borrows and returns begin and end, by the table."""
+        borrowing = (Residency.RELEASING, Residency.ACTIVATING)
+        if _any(new, *borrowing) and not _any(old, *borrowing):
+            state = msgspec.structs.replace(state, borrow_since_ms=max(1, state.clock_ms))
+        if _any(new, Residency.DRAINING) and not state.return_since_ms:
+            return msgspec.structs.replace(state, return_since_ms=max(1, state.clock_ms), borrow_since_ms=0)
+        if state.return_since_ms and not _any(new, Residency.DRAINING):
+            took_s = max(0, state.clock_ms - state.return_since_ms) / 1000
+            costs = msgspec.structs.replace(state.costs, return_s=_average(state.costs.return_s, took_s))
+            return msgspec.structs.replace(state, return_since_ms=0, returned_s=took_s, costs=costs)
         return state
+
+    def _returned(self, state: ToggleState, table: RoleTable) -> tuple[ToggleState, Effects]:
+        """Training has its GPUs: say when it had asked for them by, where they were lent."""
+        batch = table.training_batch
+        if batch is None or batch <= state.returned_batch:
+            return state, ()
+        state = msgspec.structs.replace(state, returned_batch=batch)
+        asked = [pair for pair in table.pairs if pair.deadline_ms]
+        if not asked:
+            return state, ()
+        returned = GpusReturned(
+            batch=batch,
+            workers=tuple(pair.overlap for pair in asked),
+            deadline_ms=min(pair.deadline_ms for pair in asked),
+            at_ms=table.training_since_ms,
+        )
+        spare_ms = returned.deadline_ms - returned.at_ms
+        level = "info" if spare_ms >= 0 else "warning"
+        note = Note(
+            "gpus_returned", f"training has its GPUs for batch {batch}, {spare_ms} ms before its deadline", level
+        )
+        return state, (Send(returned), note)
 
     def on_plan(self, plan: ReconfigurationPlan) -> Effects:
         """The table is the order; this message only says that there is one."""
@@ -221,22 +284,36 @@ class ToggleManagerCore:
             return state  # of an earlier hand-over: says nothing about now
         return msgspec.structs.replace(state, trainer_resident=False, release_wanted=False)
 
+    def on_trainer_resumed(self, state: ToggleState, resumed: TrainerResumed) -> tuple[ToggleState, Effects]:
+        """The trainer has its device state back: a return is complete, and what it took is known."""
+        if (resumed.epoch, resumed.batch) != (state.resume_epoch, state.resume_batch) or state.resumed:
+            return state, ()
+        effects: Effects = ()
+        if state.returned_s is not None:
+            took_ms = round(state.returned_s * 1000) + resumed.took_ms
+            effects = (_timed("deactivate", self.config.trainer or "", took_ms),)
+        return msgspec.structs.replace(state, resumed=True, returned_s=None), effects
+
     def on_trainer_ready(self, state: ToggleState) -> ToggleState:
-        """A trainer process that (re)started may hold device memory until it is asked, and says, otherwise."""
-        return msgspec.structs.replace(state, trainer_resident=True, release_wanted=False)
+        """A trainer process that (re)started knows of no command, and may hold device memory until it says otherwise."""
+        return msgspec.structs.replace(
+            state, trainer_resident=True, release_wanted=False, resume_batch=-1, resumed=False
+        )
 
     def on_step_finished(self, state: ToggleState, finished: StepFinished) -> tuple[ToggleState, Effects]:
         if problem := wrong_batch(finished.batch, self.config.train_steps):
             return state, (Refuse(problem),)
         if finished.batch <= state.finished_batch:
             return state, ()
-        costs = state.costs
+        costs, effects = state.costs, ()
         if state.last_step_ms:
-            took_s = (state.clock_ms - state.last_step_ms) / 1000
+            took_ms = state.clock_ms - state.last_step_ms
             if state.toggled:
-                costs = msgspec.structs.replace(costs, toggled_step_s=_average(costs.toggled_step_s, took_s))
+                costs = msgspec.structs.replace(costs, toggled_step_s=_average(costs.toggled_step_s, took_ms / 1000))
             else:
-                costs = msgspec.structs.replace(costs, plain_step_s=_average(costs.plain_step_s, took_s))
+                costs = msgspec.structs.replace(costs, plain_step_s=_average(costs.plain_step_s, took_ms / 1000))
+            operation = "toggled_step" if state.toggled else "plain_step"
+            effects = (_timed(operation, self.config.trainer or "", took_ms),)
         state = msgspec.structs.replace(
             state,
             finished_batch=finished.batch,
@@ -244,12 +321,17 @@ class ToggleManagerCore:
             last_step_ms=max(1, state.clock_ms),
             toggled=False,
         )
-        return state, ()
+        return state, effects
 
     def on_fact(self, state: ToggleState, fact: Fact) -> tuple[ToggleState, Effects]:
         if fact.worker == self.config.trainer and isinstance(fact, WorkerGone):
-            following = Incarnation(max(state.trainer_incarnation, fact.incarnation + 1))
-            return msgspec.structs.replace(state, trainer_incarnation=following), ()
+            if fact.incarnation < state.trainer_incarnation:
+                return state, ()
+            # What is gone holds nothing; the next process says for itself.
+            following = Incarnation(fact.incarnation + 1)
+            return msgspec.structs.replace(
+                state, trainer_incarnation=following, trainer_resident=False, release_wanted=False
+            ), ()
         if fact.worker not in self._slots:
             if node_of(fact.worker) in self.config.nodes:
                 return state, ()  # the cluster rebuilder's
@@ -277,7 +359,7 @@ class ToggleManagerCore:
         if part is not None:
             state, reports = self._report(view, part)
             effects.extend(reports)
-        state = self._begin_hand_over(state, view.table, part)
+        state = self._begin_hand_over(state, view.table)
         view = view._replace(state=state)
         orders = self._orders(view, part)
         pending, due = repeat(orders, state.pending, view.now_ms, self.config.command_retry_ms)
@@ -286,10 +368,7 @@ class ToggleManagerCore:
         for order in due:
             message = order.message
             if isinstance(message, Launch):
-                known = launched(workers.get(message.worker), message, view.now_ms)
-                workers[message.worker] = msgspec.structs.replace(known, resident=True)
-            elif isinstance(message, Activate):
-                workers[message.worker] = msgspec.structs.replace(workers[message.worker], resident=True)
+                workers[message.worker] = launched(workers.get(message.worker), message, view.now_ms)
             if order.key not in known_keys:
                 effects.extend(_note(message))
             effects.append(Send(message))
@@ -302,6 +381,7 @@ class ToggleManagerCore:
             table,
             state.clock_ms,
             {row.worker: row for row in table.rows},
+            {pair.overlap: pair for pair in table.pairs},
             {entry.worker: entry for entry in state.workers},
         )
 
@@ -316,18 +396,21 @@ class ToggleManagerCore:
             return None
         return Part(plan.plan_id, plan.stage == "applying", add, remove, reassign)
 
-    def _begin_hand_over(self, state: ToggleState, table: RoleTable, part: Part | None) -> ToggleState:
+    def _begin_hand_over(self, state: ToggleState, table: RoleTable) -> ToggleState:
         """Number a release or a resumption that is wanted from now on."""
-        if self._may_train(state, table) and state.resume_batch != table.training_batch:
+        if self._may_train(state, table):
+            if state.resume_batch == table.training_batch:
+                return state
             assert table.training_batch is not None
             return msgspec.structs.replace(
                 state,
                 resume_batch=table.training_batch,
-                resume_epoch=table.epoch,
+                resume_epoch=Epoch(max(table.epoch, state.resume_epoch + 1)),
+                resumed=False,
                 trainer_resident=True,
                 release_wanted=False,
             )
-        if self._borrows(state, table, part) and state.trainer_resident and not state.release_wanted:
+        if self._releases(state, table) and not state.release_wanted:
             # Above the last one even at an unchanged epoch: its answer is de-duplicated by this number.
             epoch = Epoch(max(table.epoch, state.release_epoch + 1))
             return msgspec.structs.replace(state, release_epoch=epoch, release_wanted=True)
@@ -337,61 +420,89 @@ class ToggleManagerCore:
         """Training owns its GPUs for a batch not trained yet, and nothing of rollout's is left on them (DESIGN 11.2)."""
         if self.config.trainer is None or table.training_batch is None or table.training_batch <= state.finished_batch:
             return False
-        if any(pair.residency is not Residency.TRAINING for pair in table.pairs):
-            return False
-        return not any(entry.resident and entry.alive for entry in state.workers)
+        return all(pair.residency is Residency.TRAINING for pair in table.pairs)
 
-    def _borrows(self, state: ToggleState, table: RoleTable, part: Part | None) -> bool:
-        """A plan wants training GPUs for rollout, and training does not want them itself."""
-        if part is None or not part.add or table.training_batch is not None:
+    def _releases(self, state: ToggleState, table: RoleTable) -> bool:
+        """The trainer is to let go of its GPUs, or, restarted while they are lent, to keep off them."""
+        if self.config.trainer is None or table.training_batch is not None or not state.trainer_resident:
             return False
-        return part.applying or not _marked(state, part, "failed")
+        return _any(table, Residency.RELEASING, *LENT)
 
     def _orders(self, view: View, part: Part | None) -> list[Order]:
-        state = view.state
         wanted: list[Order | None] = []
-        if self._may_train(state, view.table):
-            resume = TrainerResume(epoch=state.resume_epoch, batch=state.resume_batch)
-            wanted.append(Order(f"resume/{state.resume_batch}/{state.resume_epoch}", resume))
-        busy: set[WorkerId] = set()
-        if part is not None:
-            busy.update(entry.worker for entry in (*part.add, *part.remove, *part.reassign))
-            if self._borrows(state, view.table, part):
-                if state.trainer_resident:
-                    wanted.append(self._release(view))
-                else:
-                    wanted.extend(self._join(view, entry, part.applying) for entry in part.add)
-            if part.applying:
-                wanted.extend(self._leave(view, entry) for entry in part.remove)
-                wanted.extend(self._switch(view, entry) for entry in part.reassign)
-        for worker, row in view.rows.items():
-            known = view.known.get(worker)
-            if worker not in busy and known is not None and known.alive and known.incarnation <= row.incarnation:
-                wanted.append(self._settle(view, row, known))
+        if self._may_train(view.state, view.table):
+            wanted.append(self._resume(view))
+        elif self._releases(view.state, view.table):
+            wanted.append(self._release(view))
+        wanted.extend(self._of_worker(view, row, part) for row in view.rows.values())
         return [order for order in wanted if order is not None]
+
+    def _resume(self, view: View) -> Order:
+        """Train; a trainer that does not take its GPUs in time is killed, and restarts from its checkpoint."""
+        state = view.state
+        order = Order(
+            f"resume/{state.resume_batch}/{state.resume_epoch}",
+            TrainerResume(epoch=state.resume_epoch, batch=state.resume_batch),
+        )
+        if state.resumed:
+            return order
+        return self._or_kill_trainer(view, order, self.config.resume_ms, "not resumed in time")
 
     def _release(self, view: View) -> Order:
         """Ask for the trainer's memory; a trainer that does not give it back is killed, and restarts without it."""
-        state = view.state
-        assert self.config.trainer is not None
-        key = f"release/{state.release_epoch}"
-        since = next((entry.first_ms for entry in state.pending if entry.key == key), view.now_ms)
-        killing = any(entry.key == kill_key(self.config.trainer, state.trainer_incarnation) for entry in state.pending)
-        if killing or view.now_ms - since >= self.config.release_ms:
-            return kill_order(
-                self.config.trainer, state.trainer_incarnation, self.config.kill_grace_ms, "not released in time"
-            )
-        return Order(key, TrainerRelease(epoch=state.release_epoch))
+        epoch = view.state.release_epoch
+        order = Order(f"release/{epoch}", TrainerRelease(epoch=epoch))
+        deadlines = [pair.deadline_ms for pair in view.table.pairs if pair.deadline_ms]
+        return self._or_kill_trainer(
+            view, order, self.config.release_ms, "not released in time", min(deadlines, default=0)
+        )
 
-    def _join(self, view: View, assign: Assign, applying: bool) -> Order | None:
-        """Process (if there is none), device state, newest weights, then (once the cut epoch is written) the role."""
-        known = view.known.get(assign.worker)
-        if known is None or known.incarnation < assign.incarnation:
-            return launch_order(assign, self._slots[assign.worker].gpus)
-        if known.incarnation > assign.incarnation or not known.alive:
+    def _or_kill_trainer(self, view: View, order: Order, patience_ms: int, reason: str, deadline_ms: int = 0) -> Order:
+        """`order`, or what ends the trainer's process once that has been unanswered for too long."""
+        state, trainer = view.state, self.config.trainer
+        assert trainer is not None
+        since = next((entry.first_ms for entry in state.pending if entry.key == order.key), view.now_ms)
+        killing = any(entry.key == kill_key(trainer, state.trainer_incarnation) for entry in state.pending)
+        if killing or view.now_ms >= kill_at_ms(since, patience_ms, deadline_ms, self._reserve_ms):
+            return kill_order(trainer, state.trainer_incarnation, self._grace_ms(view, deadline_ms), reason)
+        return order
+
+    def _of_worker(self, view: View, row: Row, part: Part | None) -> Order | None:
+        """What the process of one slot is to do now."""
+        if row.incarnation == 0:
+            return None  # lending is off: the slot has never had a process
+        known, pair = view.known.get(row.worker), view.pairs.get(row.worker)
+        if known is not None and (known.incarnation > row.incarnation or _is_gone(row, known)):
+            return None  # the table will follow
+        if pair is not None and pair.residency is Residency.DRAINING:
+            return self._give_back(view, row, known, pair.deadline_ms)
+        if known is None or known.incarnation < row.incarnation or not known.ready:
+            return self._launch(view, row, known)
+        for assign in () if part is None else (*part.add, *part.reassign):
+            if assign.worker == row.worker and assign.incarnation == row.incarnation:
+                assert part is not None
+                if assign in part.add:
+                    lent = pair is not None and pair.residency is Residency.ACTIVATING
+                    failed = not part.applying and _given_up(view.state, part)
+                    return self._join(view, assign, known, part.applying) if lent and not failed else None
+                return self._switch(view, row, assign, known) if part.applying else None
+        if row.activity is Activity.ACTIVE and known.role_set < row.role_generation:
+            # A plan rolled back after the cut epoch: the worker was drained for a change that did not come.
+            return role_order(Assign(row.worker, row.role, row.incarnation, row.role_generation))
+        return None
+
+    def _launch(self, view: View, row: Row, known: Progress | None) -> Order | None:
+        """A process for the slot, early: it serves, and holds device memory, only when a borrow wants it."""
+        before = known.launched_ms if known is not None and known.incarnation < row.incarnation else 0
+        if before and view.now_ms - before < RELAUNCH_MS:
             return None
-        if not known.ready:
-            return launch_order(assign, self._slots[assign.worker].gpus)
+        assign = Assign(row.worker, row.role, row.incarnation, row.role_generation)
+        return launch_order(assign, self._slots[row.worker].gpus)
+
+    def _join(self, view: View, assign: Assign, known: Progress, applying: bool) -> Order | None:
+        """Device state, newest weights, then (once the cut epoch is written) the role."""
+        if view.state.trainer_resident:
+            return None
         if known.activated < assign.role_generation:
             message = Activate(
                 worker=assign.worker, incarnation=assign.incarnation, role_generation=assign.role_generation
@@ -406,59 +517,49 @@ class ToggleManagerCore:
             return role_order(assign)
         return None
 
-    def _leave(self, view: View, leave: Leave) -> Order | None:
-        """Drain, then give the device memory back; in time for the deadline, or the process ends."""
-        row, known = view.rows.get(leave.worker), view.known.get(leave.worker)
-        if row is None or _is_back(row, known):
+    def _switch(self, view: View, row: Row, assign: Assign, known: Progress) -> Order | None:
+        if row.stage is not Stage.SWITCHING:
             return None
-        if leave.deadline_ms <= 0:
-            return kill_order(row.worker, row.incarnation, 0, "reclaimed")
-        if is_drained(row, known):
-            return self._deactivate(view, row, row.incarnation, row.role_generation, leave.deadline_ms)
-        return self._bounded(view, row, drain_order(row), leave.deadline_ms, "not drained in time")
-
-    def _switch(self, view: View, assign: Assign) -> Order | None:
-        row, known = view.rows.get(assign.worker), view.known.get(assign.worker)
-        if row is None or has_left(row, known):
-            return None
-        if known is None or not is_drained(row, known):
+        if not is_drained(row, known):
             return self._bounded(view, row, drain_order(row), 0, "not drained in time")
         return role_order(assign) if known.role_set < assign.role_generation else None
 
-    def _settle(self, view: View, row: Row, known: Progress) -> Order | None:
-        """Rows outside the plan: an inactive one holds no device memory, an active one serves its generation."""
-        if row.activity is Activity.INACTIVE and known.resident:
-            if not known.ready:
-                # Launched for a borrow that is off: it will hold memory once it is up, and cannot be asked yet.
-                return kill_order(row.worker, known.incarnation, self.config.kill_grace_ms, "borrow undone")
-            generation = max(row.role_generation, known.activated)
-            return self._deactivate(view, row, known.incarnation, generation, 0)
-        behind = known.ready and known.incarnation == row.incarnation and known.role_set < row.role_generation
-        if row.activity is Activity.ACTIVE and behind:
-            return role_order(Assign(row.worker, row.role, row.incarnation, row.role_generation))
-        return None
-
-    def _deactivate(
-        self, view: View, row: Row, incarnation: Incarnation, generation: RoleGeneration, deadline_ms: int
-    ) -> Order:
-        message = Deactivate(worker=row.worker, incarnation=incarnation, role_generation=generation)
-        order = Order(f"deactivate/{row.worker}/{incarnation}/{generation}", message)
+    def _give_back(self, view: View, row: Row, known: Progress | None, deadline_ms: int) -> Order | None:
+        """Drain what still serves, then give the device memory back; in time for the deadline, or the process ends."""
+        if row.stage is Stage.DRAINING and not is_drained(row, known):
+            return self._bounded(view, row, drain_order(row), deadline_ms, "not drained in time")
+        generation = row.role_generation
+        if row.stage is not Stage.DRAINING and known is not None and known.incarnation == row.incarnation:
+            generation = max(generation, known.activated)
+        if known is not None and known.incarnation == row.incarnation and known.released >= generation:
+            return None
+        message = Deactivate(worker=row.worker, incarnation=row.incarnation, role_generation=generation)
+        order = Order(f"deactivate/{row.worker}/{row.incarnation}/{generation}", message)
         return self._bounded(view, row, order, deadline_ms, "not released in time")
 
     def _bounded(self, view: View, row: Row, order: Order, deadline_ms: int, reason: str) -> Order:
         """`order`, or the kill that replaces it when it stays unanswered too long or a return deadline is near."""
-        reserve = self.config.kill_grace_ms + self.config.command_retry_ms
-        if given_up(view.state.pending, row, order.key, view.now_ms, self.config.drain_ms, deadline_ms, reserve):
-            left = deadline_ms - view.now_ms if deadline_ms > 0 else self.config.kill_grace_ms
-            return kill_order(row.worker, row.incarnation, max(0, min(self.config.kill_grace_ms, left)), reason)
+        pending, drain_ms = view.state.pending, self.config.drain_ms
+        if given_up(pending, row, order.key, view.now_ms, drain_ms, deadline_ms, self._reserve_ms):
+            return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), reason)
         return order
+
+    @property
+    def _reserve_ms(self) -> int:
+        """What a kill needs before a deadline: SIGTERM's grace, one repetition of the command, and the table's following."""
+        return self.config.kill_grace_ms + self.config.command_retry_ms + FOLLOW_MS
+
+    def _grace_ms(self, view: View, deadline_ms: int) -> int:
+        """Time between SIGTERM and SIGKILL that a return deadline (0: none) leaves."""
+        left = deadline_ms - FOLLOW_MS - view.now_ms if deadline_ms > 0 else self.config.kill_grace_ms
+        return max(0, min(self.config.kill_grace_ms, left))
 
     # Reports
 
     def _report(self, view: View, part: Part) -> tuple[ToggleState, Effects]:
-        """At most one "failed", one "prepared" and one "applied" a plan."""
+        """At most one "failed" or "vetoed", one "prepared" and one "applied" a plan."""
         state = view.state
-        if _marked(state, part, "failed"):
+        if _given_up(state, part):
             return state, ()
         failed = self._failed(view, part)
         if failed:
@@ -472,23 +573,25 @@ class ToggleManagerCore:
             )
             note = Note("plan_failed", f"plan {part.plan_id} fails: {reason}", "warning")
             return _mark(state, part, "failed"), (note, Send(report))
+        if part.add and not part.applying and state.begun_batch > state.finished_batch:
+            reason = f"training wants its GPUs for batch {state.begun_batch}"
+            veto = PlanProgress(plan_id=part.plan_id, part=PART, report="vetoed", reason=reason)
+            return _mark(state, part, "vetoed"), (Note("plan_vetoed", f"plan {part.plan_id}: {reason}"), Send(veto))
         reached = "applied" if part.applying else "prepared"
         if _marked(state, part, reached) or not self._is_done(view, part):
             return state, ()
         effects: list[Effect] = []
-        stage = "applying" if part.applying else "preparing"
-        took_ms = view.now_ms - next(mark.at_ms for mark in state.marks if mark.report == stage)
-        costs = state.costs
-        if part.add and not part.applying:
-            costs = msgspec.structs.replace(costs, borrow_s=_average(costs.borrow_s, took_ms / 1000))
-            state = msgspec.structs.replace(state, toggled=True)
-        elif part.remove and not part.add:
-            costs = msgspec.structs.replace(costs, return_s=_average(costs.return_s, took_ms / 1000))
+        if part.add and not part.applying and state.borrow_since_ms:
+            took_ms = view.now_ms - state.borrow_since_ms
+            costs = msgspec.structs.replace(state.costs, borrow_s=_average(state.costs.borrow_s, took_ms / 1000))
+            state = msgspec.structs.replace(state, borrow_since_ms=0, toggled=True, costs=costs)
+            effects.append(_timed("activate", part.plan_id, took_ms))
         if part.applying:
-            effects.append(_timed("finalize", part.plan_id, took_ms))
+            since_ms = next((mark.at_ms for mark in state.marks if mark.report == "applying"), view.now_ms)
+            effects.append(_timed("finalize", part.plan_id, view.now_ms - since_ms))
         effects.append(Note(f"plan_{reached}", f"plan {part.plan_id}: the toggle manager's part is {reached}"))
         effects.append(Send(PlanProgress(plan_id=part.plan_id, part=PART, report=reached)))
-        return _mark(msgspec.structs.replace(state, costs=costs), part, reached), tuple(effects)
+        return _mark(state, part, reached), tuple(effects)
 
     def _failed(self, view: View, part: Part) -> list[tuple[WorkerId, str]]:
         """Joiners that died or are late. (A role-changer that dies is the orchestrator's to replace, by a next plan.)"""
@@ -536,12 +639,16 @@ def _is_back(row: Row, known: Progress | None) -> bool:
     """The worker's GPUs are free for training: device memory released, or no process left."""
     if has_left(row, known):
         return True
-    return (
-        known is not None
-        and known.incarnation == row.incarnation
-        and known.released >= row.role_generation
-        and not known.resident
-    )
+    return known is not None and known.incarnation == row.incarnation and known.released >= row.role_generation
+
+
+def _is_gone(row: Row, known: Progress) -> bool:
+    return known.incarnation == row.incarnation and known.gone
+
+
+def _any(table: RoleTable | None, *residencies: Residency) -> bool:
+    """Whether some pair of the table is in one of these residencies."""
+    return table is not None and any(pair.residency in residencies for pair in table.pairs)
 
 
 def _average(old: float | None, sample: float) -> float:
@@ -550,6 +657,10 @@ def _average(old: float | None, sample: float) -> float:
 
 def _marked(state: ToggleState, part: Part, report: str) -> bool:
     return any(mark.plan_id == part.plan_id and mark.report == report for mark in state.marks)
+
+
+def _given_up(state: ToggleState, part: Part) -> bool:
+    return _marked(state, part, "failed") or _marked(state, part, "vetoed")
 
 
 def _mark(state: ToggleState, part: Part, report: str) -> ToggleState:

@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
-import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -37,24 +36,14 @@ from messages.pipeline_scheduler import StepFinished
 from services.models.config import ModelConfig
 from services.models.decoder import Decoder
 from services.models.files import load_weights
-from services.snapshot import Snapshot, write_snapshot
-from services.trainer import grpo, torch_checkpoint
+from services.snapshot import Snapshot, find_snapshot, write_snapshot
+from services.trainer import checkpoints, grpo, torch_checkpoint
+from services.trainer.checkpoints import CheckpointMeta
 from services.trainer.config import Config
 from services.trainer.data import Batch
 
-META: Final = "pearl.json"
-"""Written last into a checkpoint; names what it is."""
-KEEP_CHECKPOINTS: Final = 2
-"""The newest, from which a restart goes on, and the one before it, for people."""
 _NEVER: Final = timedelta(days=365)
 """Ranks wait for orders as long as rollout takes. A rank that died is noticed by their launcher, not by a timeout."""
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True):
-    """Beside the tensors: which version they are, and what to say of the step that made it."""
-
-    version: int
-    finished: StepFinished
 
 
 def join_ranks(config: Config) -> tuple[int, torch.device]:
@@ -80,7 +69,8 @@ def join_ranks(config: Config) -> tuple[int, torch.device]:
 class Learner:
     """Version `version` of the policy, and what makes the next one of it."""
 
-    def __init__(self, config: Config, model_dir: Path) -> None:
+    def __init__(self, config: Config, model_dir: Path, *, resident: bool = True) -> None:
+        """`resident` False: parameters and optimiser come with `acquire`, since the GPUs may be lent just now."""
         self.config = config
         self.model_dir = model_dir
         self.rank, self.device = join_ranks(config)
@@ -91,7 +81,8 @@ class Learner:
         self.finished: StepFinished | None = None  # the step that made `version`
         self._model: Any = None  # fully_shard changes a module's class; its stubs do not say so
         self._optimizer: Any = None
-        self._build()
+        if resident:
+            self._build()
 
     @property
     def resident(self) -> bool:
@@ -219,7 +210,7 @@ class Learner:
     def checkpoint(self) -> None:
         """Write parameters and optimiser of this version, complete or not at all; prune old ones."""
         assert self.finished is not None and self.resident, "only a trained version is worth a checkpoint"
-        target = self.config.checkpoints / f"v{self.version:08d}"
+        target = checkpoints.folder_of(self.config.checkpoints, self.version)
         draft = target.with_suffix(".part")
         if self.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -227,30 +218,34 @@ class Learner:
         dist.barrier()
         torch_checkpoint.save(self._model, self._optimizer, draft)
         if self.rank == 0:
-            with (draft / META).open("wb") as file:
-                file.write(msgspec.json.encode(CheckpointMeta(self.version, self.finished)))
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.rmtree(target, ignore_errors=True)
-            draft.rename(target)
-            _sync_folder(target.parent)
-            for old in complete_checkpoints(self.config.checkpoints)[:-KEEP_CHECKPOINTS]:
-                shutil.rmtree(old, ignore_errors=True)
+            checkpoints.commit(draft, target, CheckpointMeta(self.version, self.finished))
         dist.barrier()
 
     def restore(self) -> bool:
-        """Load the newest complete checkpoint; False if there is none (the initial model stays, version 0)."""
-        found = complete_checkpoints(self.config.checkpoints)
-        if not found:
+        """Go on from the newest complete checkpoint; False if there is none (the initial model stays, version 0).
+
+        Its tensors are loaded now if memory for them is held, else with `acquire`.
+        """
+        found = checkpoints.newest(self.config.checkpoints)
+        if found is None:
             return False
-        meta = msgspec.json.decode((found[-1] / META).read_bytes(), type=CheckpointMeta)
-        torch_checkpoint.load(self._model, self._optimizer, found[-1])
+        folder, meta = found
+        if self.resident:
+            torch_checkpoint.load(self._model, self._optimizer, folder)
         self.version, self.finished = meta.version, meta.finished
         return True
 
     def snapshot(self) -> Snapshot | None:
-        """Gather the full weights and write them as version `version`; rank 0 returns what to announce."""
-        assert self.resident, "the parameters were released: acquire first"
+        """Gather the full weights and write them as version `version`; rank 0 returns what to announce.
+
+        Without memory, what was written before is found again; what was not, takes memory.
+        """
+        if not self.resident:
+            found = find_snapshot(self.config.snapshots, self.version)
+            dist.barrier()  # nobody writes before all have looked
+            if found is not None:
+                return found if self.rank == 0 else None
+            self.acquire()
         full: dict[str, Tensor] = {}
         for name, parameter in cast(nn.Module, self._model).named_parameters():
             value = _whole(parameter.detach())  # collective
@@ -280,13 +275,20 @@ class Learner:
         dist.all_reduce(freed)
         return int(freed.item())
 
-    def acquire(self) -> None:
-        """Take parameters and optimiser back, as they were when released."""
-        assert not self.resident, "acquired already"
-        expected = self.version
+    def acquire(self) -> int:
+        """Take parameters and optimiser back, as they were when released; bytes taken on all ranks, measured likewise.
+
+        Harmless, and 0 bytes, if they are held.
+        """
+        if self.resident:
+            return 0
+        before, expected = self._occupied(), self.version
         self._build()
         self.restore()
         assert self.version == expected, f"released at version {expected}, but the checkpoint is {self.version}"
+        taken = torch.tensor([max(0, self._occupied() - before)], dtype=torch.int64)
+        dist.all_reduce(taken)
+        return int(taken.item())
 
     def _occupied(self) -> int:
         """Bytes that this rank takes from others: of the GPU's memory, or of the host's."""
@@ -295,21 +297,8 @@ class Learner:
         return int(psutil.Process().memory_info().rss)
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were finished, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"v[0-9]*/{META}") if path.parent.suffix == "")
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; collective."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -43,7 +43,7 @@ class Group:
 
     def _call(self, method: str, arguments: tuple[object, ...]) -> Any:
         if self._learner is None:
-            self._learner = Learner(self._config, self._model_dir)
+            self._learner = Learner(self._config, self._model_dir, resident=False)
         _tell(self._learner, (method, arguments))
         return getattr(self._learner, method)(*arguments)
 
@@ -57,7 +57,7 @@ class Group:
 
 def follow(job: JobFile) -> None:
     """What every rank but 0 does: obey until told to end."""
-    learner = Learner(Config.of(job), initial_model(job))
+    learner = Learner(Config.of(job), initial_model(job), resident=False)
     while (order := _hear(learner)) is not None:
         method, arguments = order
         getattr(learner, method)(*arguments)

@@ -17,8 +17,9 @@ import base64
 import contextlib
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -27,7 +28,7 @@ from messages.envelope import Message, UndecodableMessage, decode, encode
 from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchReady, StepFinished, WeightsPublished
 from messages.subjects import event_subject, message_id, stream, subject_of
-from messages.toggle_manager import TrainerReady, TrainerReleased
+from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
 from services.connect import connect
 from services.jobfile import JobFile
@@ -36,6 +37,7 @@ from services.runtime.log import get_logger
 from services.trainer.config import Config
 from services.trainer.launch import keep_ranks
 from services.trainer.metrics import Metrics
+from services.trainer.turns import UnusableBatchError
 
 PUBLISH_RETRY_S: Final = 0.5
 DEAD_BYTES: Final = 1024
@@ -47,7 +49,7 @@ log = get_logger("trainer")
 
 async def serve(job: JobFile, stop: asyncio.Event, job_path: Path) -> None:
     """Serve until `stop`, with all ranks. Raises RanksFailedError, ConfigError, BusUnavailable."""
-    if job.training.ranks == 1:
+    if job.training.ranks == 1 or job.training.engine == "emulated":
         await serve_ranks(job, stop)
         return
     await keep_ranks(job_path, job.training.ranks, stop)
@@ -62,18 +64,45 @@ async def serve_ranks(job: JobFile, stop: asyncio.Event) -> None:
         await bus.close()
 
 
+class Group(Protocol):
+    """All ranks as the service sees them."""
+
+    @property
+    def learner(self) -> Any:
+        """Rank 0's `Learner`, or what stands in for one."""
+        ...
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Run one of its methods on all ranks; rank 0's result."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Build = Callable[[BatchReady, Mapping[int, TurnFinished]], Any]
+"""From a batch's description and its turns to what `train` takes. Raises UnusableBatchError."""
+
+
+def _parts(job: JobFile, config: Config) -> tuple[Group, Build]:
+    if config.engine == "emulated":
+        from services.trainer import emulated
+
+        return emulated.EmulatedGroup(job), emulated.build
+    from services.models.files import initial_model  # torch: this module must import without it
+    from services.trainer import data, ranks
+
+    return ranks.Group(config, initial_model(job)), data.build
+
+
 class Trainer:
     """Rank 0 and its command loop."""
 
     def __init__(self, job: JobFile, bus: Bus) -> None:
-        from services.models.files import initial_model  # torch: this module must import without it
-        from services.trainer.ranks import Group
-
         self._name = job.job.name
         self._config = Config.of(job)
         self._bus = bus
-        self._group = Group(self._config, initial_model(job))
-        self._metrics = Metrics(self._config.metrics)
+        self._group, self._build = _parts(job, self._config)
+        self._metrics = Metrics(self._config.metrics, board=self._config.engine == "torch")
         self._announced: WeightsPublished | None = None
         self._released: TrainerReleased | None = None  # the answer to the newest release, while it holds
         self._command: Command | None = None  # the one being obeyed, or next
@@ -155,7 +184,7 @@ class Trainer:
         elif command.batch < version:
             await self._announce(fresh=True)
         else:
-            await self._train(command.batch)
+            await self._train(command)
 
     async def _release(self, command: TrainerRelease) -> None:
         released = self._released
@@ -172,9 +201,8 @@ class Trainer:
 
     # ---- a train step ----
 
-    async def _train(self, number: int) -> None:
-        from services.trainer.data import UnusableBatchError, build
-
+    async def _train(self, command: TrainerResume) -> None:
+        number = command.batch
         begun = time.monotonic()
         ready = await self._batch_ready(number)
         if ready is None:
@@ -182,13 +210,11 @@ class Trainer:
             return
         records = await self._journal(ready)
         try:
-            batch = await asyncio.to_thread(build, ready, records)
+            batch = await asyncio.to_thread(self._build, ready, records)
         except UnusableBatchError as error:
             log.error(str(error), action="trainer.refused")
             return
-        if self._released is not None:
-            await self._group.call("acquire")
-            self._released = None
+        await self._take_back(command)
         read_s = time.monotonic() - begun
         finished: StepFinished = await self._group.call("train", number, batch)
         await self._group.call("checkpoint")
@@ -201,6 +227,19 @@ class Trainer:
             train_s=round(finished.train_s, 3),
             checkpoint_s=round(checkpoint_s, 3),
         )
+
+    async def _take_back(self, command: TrainerResume) -> None:
+        """The device state, if it was given up or this process is new; said each time, since it is waited for."""
+        begun = time.monotonic()
+        self._released = None
+        restored = await self._group.call("acquire")
+        took_ms = int((time.monotonic() - begun) * 1000)
+        if restored:
+            log.info(f"restored {restored} bytes in {took_ms} ms", action="trainer.resumed", epoch=command.epoch)
+        resumed = TrainerResumed(
+            epoch=command.epoch, batch=command.batch, restored_bytes=restored, took_ms=took_ms if restored else 0
+        )
+        await self._publish(resumed, fresh=True)
 
     async def _batch_ready(self, number: int) -> BatchReady | None:
         subject = event_subject(self._name, BatchReady, str(number))

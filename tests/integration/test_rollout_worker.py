@@ -99,11 +99,11 @@ class World:
             manifest_sha256=snapshot.manifest_sha256,
         )
 
-    async def serve(self, generation: int = 1) -> None:
+    async def serve(self, generation: int = 1, role: Role = Role.COLOCATED) -> None:
         await self.fact(WorkerReady)
         await self.say(self.update(0))
         await self.fact(WeightsApplied)
-        await self.say(SetRole(**self.fence(generation), role=Role.COLOCATED))
+        await self.say(SetRole(**self.fence(generation), role=role))
         await self.fact(RoleSet)
 
     def request(self, name: str = "t/0", generation: int = 1, **changes: Any) -> Generate:
@@ -194,6 +194,29 @@ async def test_requests_are_fenced(world: World):
     assert (await world.chunk()).finish == "length"
     assert {entry.attempt for entry in world.attempts()} == {1}
     assert len(world.attempts()) == 2
+
+
+async def test_a_prefill_worker_only_says_that_it_will_not_or_stopped(world: World):
+    """Its decode worker is waited for, longer than a queued request is silent; then come a cancel and a drain."""
+    ready = await world.fact(WorkerReady)
+    assert ready.endpoint.startswith("127.0.0.1:")
+    world.sequence = 0
+    await world.serve(role=Role.PREFILL)
+    await world.say(world.request("no-room"))
+    assert (await world.chunk()).finish == "refused"
+    for name in ("t/1", "t/2"):
+        await world.say(world.request(name, bootstrap_host="127.0.0.1", bootstrap_port=1, bootstrap_room=5))
+    await until(lambda: len(world.worker._attempts) == 2)
+    for attempt in world.worker._attempts.values():
+        attempt.heard_of -= 10
+    await asyncio.sleep(1.1)  # LIVENESS_MS
+    await world.bus.publish(f"pearl.demo.gen.{WORKER}", encode(CancelRequest(request=RequestId("t/1"), attempt=1)))
+    await until(lambda: len(world.worker._attempts) == 1)
+    await world.say(Drain(**world.fence(2)))
+    chunk = await world.chunk()
+    assert (chunk.request, chunk.finish, chunk.tokens, chunk.offset) == ("t/2", "interrupted", [], 0)
+    assert (await world.fact(WorkerDrained)).interrupted == 1
+    assert world.attempts() == []
 
 
 @SLOW

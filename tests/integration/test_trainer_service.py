@@ -17,8 +17,8 @@ from messages.envelope import Message, decode, encode
 from messages.ids import Epoch
 from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchItem, BatchReady, StepFinished, WeightsPublished
-from messages.subjects import message_id, stream, subject_of
-from messages.toggle_manager import TrainerReady, TrainerReleased
+from messages.subjects import event_subject, message_id, stream, subject_of
+from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
 from services import jobfile
 from services.jobfile import JobFile
@@ -34,9 +34,14 @@ SOON_S = 20.0
 class Rig:
     """A job's streams, and someone who tells its trainer what to do."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, engine: str) -> None:
+        self.engine = engine
         path = folder / "job.toml"
-        path.write_text(job_toml(str(folder), 1, "job"))
+        text = job_toml(str(folder), 1, "job")
+        if engine == "emulated":
+            text = text.replace("[training]", '[training]\nengine = "emulated"')
+            text += '[rollout]\nengine = "emulated"\n[emulation]\ntime_scale = 100000.0\n'
+        path.write_text(text)
         self.job: JobFile = jobfile.load(path)
         self.broker = MemoryBroker()
         self.bus: MemoryBus = self.broker.connect()
@@ -66,7 +71,12 @@ class Rig:
     async def said(self) -> list[Any]:
         kinds = (WeightsPublished, StepFinished, TrainerReady, TrainerReleased)
         subjects = [delivery async for delivery in self.bus.read(stream("job", "ev"), "pearl.job.ev.>")]
-        return [decode(d.data, *kinds) for d in subjects if "batch_ready" not in d.subject]
+        others = ("batch_ready", "trainer_resumed")
+        return [decode(d.data, *kinds) for d in subjects if not any(other in d.subject for other in others)]
+
+    async def resumed(self) -> list[TrainerResumed]:
+        subject = event_subject("job", TrainerResumed)
+        return [decode(d.data, TrainerResumed) async for d in self.bus.read(stream("job", "ev"), subject)]
 
     async def until(self, kind: type[Message], count: int = 1) -> list[Any]:
         """Everything said, once `kind` was said `count` times."""
@@ -90,9 +100,9 @@ class Rig:
         self.running.result()
 
 
-@pytest.fixture
-async def rig(tmp_path: Path) -> Rig:
-    found = Rig(tmp_path)
+@pytest.fixture(params=["torch", "emulated"])
+async def rig(tmp_path: Path, request: pytest.FixtureRequest) -> Rig:
+    found = Rig(tmp_path, request.param)
     await found.start()
     return found
 
@@ -123,7 +133,8 @@ async def test_a_step_is_checkpointed_then_announced(rig: Rig) -> None:
     assert step.zero_variance_groups >= 1
     lines = (rig.job.run_dir / "metrics" / "train.jsonl").read_text().splitlines()
     assert [json.loads(line)["batch"] for line in lines] == [0]
-    assert list((rig.job.run_dir / "metrics" / "tb").iterdir())
+    if rig.engine == "torch":
+        assert list((rig.job.run_dir / "metrics" / "tb").iterdir())
 
 
 async def test_a_batch_trained_before_is_answered_again_not_trained(rig: Rig) -> None:
@@ -172,7 +183,7 @@ async def test_dying_anywhere_in_a_step_changes_nothing(rig: Rig, dies_in: str, 
     assert len({(m.version, m.manifest_sha256) for m in found}) == 2, "a version was published with two contents"
 
     (tmp_path / "clean").mkdir()
-    clean = Rig(tmp_path / "clean")
+    clean = Rig(tmp_path / "clean", rig.engine)
     await clean.start()
     await clean.put_batch(0)
     async with clean.trainer():
@@ -214,3 +225,26 @@ async def test_memory_is_released_on_demand_and_back_for_the_next_batch(rig: Rig
         await rig.tell(TrainerResume(epoch=Epoch(9), batch=1))
         said = await rig.until(StepFinished, 2)
     assert names(said)[-2:] == ["WeightsPublished 2", "StepFinished 2"]
+    first, second = await rig.resumed()
+    assert (first.epoch, first.batch, first.restored_bytes) == (4, 0, 0), "it held its memory from the start"
+    assert (second.epoch, second.batch) == (9, 1) and second.restored_bytes > 0
+
+
+async def test_a_restarted_trainer_takes_no_memory_until_it_is_told_to_train(rig: Rig) -> None:
+    await rig.put_batch(0)
+    await rig.put_batch(1)
+    async with rig.trainer():
+        await rig.until(TrainerReady)
+        await rig.tell(TrainerResume(epoch=Epoch(4), batch=0))
+        await rig.until(StepFinished)
+    async with rig.trainer() as trainer:
+        said = await rig.until(TrainerReady, 2)
+        await idle(trainer)
+        assert said[-1].version == 1 and not trainer._group.learner.resident, "its GPUs may be lent"
+        await rig.tell(TrainerRelease(epoch=Epoch(6)))
+        await rig.until(TrainerReleased)
+        await idle(trainer)
+        await rig.tell(TrainerResume(epoch=Epoch(9), batch=1))
+        said = await rig.until(StepFinished, 2)
+    assert names(said)[-2:] == ["WeightsPublished 2", "StepFinished 2"]
+    assert (await rig.resumed())[-1].epoch == 9

@@ -18,6 +18,7 @@ from messages.ids import (
     NodeId,
     PlanId,
     PolicyVersion,
+    Residency,
     Role,
     RoleGeneration,
     Stage,
@@ -35,7 +36,7 @@ from messages.orchestrator import (
     WorkerReleased,
 )
 from messages.pipeline_scheduler import WeightsPublished
-from pearl_state.model import PlanRecord, RoleTable, Row
+from pearl_state.model import Pair, PlanRecord, RoleTable, Row
 from services.jobfile import JobFile, NodeSection
 from services.runtime.core import Input, Note, Refuse, Send, Tick
 
@@ -169,6 +170,17 @@ def published(version: int) -> WeightsPublished:
     return WeightsPublished(version=PolicyVersion(version), uri=f"/s/{version}", manifest_sha256="x", bytes=1)
 
 
+USUAL = {
+    (Activity.INACTIVE, Stage.NONE): Residency.TRAINING,
+    (Activity.TRANSITIONING, Stage.LAUNCHING): Residency.ACTIVATING,
+    (Activity.TRANSITIONING, Stage.PREPARED): Residency.ACTIVATING,
+    (Activity.ACTIVE, Stage.NONE): Residency.ROLLOUT,
+    (Activity.TRANSITIONING, Stage.SWITCHING): Residency.ROLLOUT,
+    (Activity.TRANSITIONING, Stage.DRAINING): Residency.DRAINING,
+}
+"""Whose device state is on the GPUs of an overlap row in a condition, in the ordinary course."""
+
+
 class Driver:
     """A core, its state, and a clock. `say` returns what the core sent because of it."""
 
@@ -189,9 +201,27 @@ class Driver:
             self.notes += [effect.action for effect in effects if isinstance(effect, Note)]
         return found
 
-    def table(self, *rows: Row, plan: PlanRecord | None = None, **fields: Any) -> list[Message]:
-        """The next epoch of the role table."""
+    def table(
+        self,
+        *rows: Row,
+        plan: PlanRecord | None = None,
+        residency: Residency | None = None,
+        deadline_ms: int = 0,
+        **fields: Any,
+    ) -> list[Message]:
+        """The next epoch of the role table. Pairs are in `residency`, or in the one that goes with their row."""
         self.epoch += 1
+        pairs = tuple(
+            Pair(
+                overlap=each.worker,
+                training=WorkerId("t0-t0"),
+                residency=residency or USUAL[each.activity, each.stage],
+                deadline_ms=deadline_ms,
+            )
+            for each in rows
+            if each.zone is Zone.OVERLAP
+        )
+        fields = {"pairs": pairs, **fields}
         table = RoleTable(
             job="demo",
             epoch=Epoch(self.epoch),

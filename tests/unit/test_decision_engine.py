@@ -20,7 +20,8 @@ from services.decision_engine.choose import Policy, Running, choose
 from services.decision_engine.command import decide
 from services.decision_engine.config import Config
 from services.decision_engine.core import DecisionEngineCore, State
-from services.jobfile import DecisionSection, JobFile
+from services.decision_engine.decide import answer, question_of
+from services.jobfile import ConfigError, DecisionSection, JobFile, load
 from services.profile import KEYS, ProfileError, cold_start, parse_profile, read_profile
 from services.runtime.core import Effects, Input, Refuse, Send, Tick
 
@@ -276,3 +277,121 @@ def test_cold_start_from_a_file_and_built_in(tmp_path: Path) -> None:
         read_profile(path)
     with pytest.raises(ProfileError, match="cannot be read"):
         Config.of(JobFile(decision=DecisionSection(profile=str(tmp_path / "none.json"))))
+
+
+def record_of(effects: Effects) -> DecisionRecord:
+    (record,) = sent(effects, DecisionRecord)
+    return decode(encode(record), DecisionRecord)
+
+
+def check_explained(record: DecisionRecord) -> None:
+    """The record alone says what was chosen and why."""
+    again = answer(question_of(record))
+    assert again.chosen == record.chosen and again.choice.mode is record.mode
+    assert again.choice.candidates == record.candidates and again.choice.incumbent == record.incumbent
+    assert (again.borrow, again.borrow_reason) == (record.borrow, record.borrow_reason)
+    assert again.choice.forced == record.forced and record.reason.endswith(again.choice.reason)
+    assert (again.dedicated, again.full) == (record.dedicated, record.full)
+
+
+EVENTS = st.one_of(
+    st.tuples(st.just("budget"), st.integers(0, 12), st.integers(0, 6), st.booleans()),
+    st.tuples(st.just("profile"), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.01, 60)),
+    st.tuples(st.just("progress"), st.integers(0, 64)),
+    st.tuples(st.just("table"), st.lists(st.sampled_from(["prefill", "decode", "colocated"]), max_size=12)),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    events=st.lists(EVENTS, min_size=1, max_size=12),
+    policy=st.sampled_from(["planner", "colocated", "static-pd:1:2", "static-pd:3:1"]),
+    rho_max=st.sampled_from([0.95, 1.0]),
+)
+def test_every_choice_can_be_made_again_from_its_record(events: list, policy: str, rho_max: float) -> None:
+    config = Config.of(
+        JobFile(decision=DecisionSection(policy=policy, lending=True, disaggregation=True, rho_max=rho_max))
+    )
+    engine = DecisionEngineCore(msgspec.structs.replace(config, cold_start=PROFILE))
+    state = engine.initial()
+    for number, event in enumerate(events):
+        message: object
+        if event[0] == "budget":
+            message = budget(number + 1, event[1], event[2], 0 if event[3] else None)
+        elif event[0] == "profile":
+            costs = {"activate": event[3], "deactivate": event[3] / 2}
+            message = msgspec.structs.replace(
+                PROFILE,
+                train_step=number,
+                t_prefill_s=PROFILE.t_prefill_s * event[1],
+                b_s=PROFILE.b_s * event[2],
+                costs=costs,
+            )
+        elif event[0] == "progress":
+            message = BatchProgress(batch=number, size=64, done=64 - event[1], remaining=event[1])
+        else:
+            rows = tuple(
+                Row(
+                    worker=WorkerId(f"n-w{index}"),
+                    gpus=(Gpu(NodeId("n"), index),),
+                    zone=Zone.RESERVED,
+                    role=Role(role),
+                    activity=Activity.ACTIVE,
+                    stage=Stage.NONE,
+                )
+                for index, role in enumerate(event[1])
+            )
+            message = RoleTable(job="j", epoch=Epoch(number), rows=rows)
+        state, effects = engine.step(state, Input(number, message))
+        for record in sent(effects, DecisionRecord):
+            check_explained(decode(encode(record), DecisionRecord))
+
+
+def test_a_borrow_is_given_back_when_little_is_left_and_does_not_flap() -> None:
+    """Deciding again at every mark: what is borrowed stays while it wins more than its return costs (eq. 7, twice)."""
+    engine = core(lending=True)
+    costs = {"activate": 600.0, "deactivate": 300.0}
+    state, _ = engine.step(engine.initial(), Input(0, msgspec.structs.replace(PROFILE, train_step=0, costs=costs)))
+    state, effects = engine.step(state, Input(0, budget(1, 2, overlap=8)))
+    record = record_of(effects)
+    assert record.borrow and record.dedicated is not None and record.full is not None
+    assert record.dedicated.makespan_s is not None and record.full.makespan_s is not None
+    gain_s = record.dedicated.makespan_s - record.full.makespan_s
+    borrowed: list[bool] = []
+    for done in range(1, 65):
+        state, _ = engine.step(state, Input(done, BatchProgress(batch=0, size=64, done=done, remaining=64 - done)))
+        assert state.target is not None
+        borrowed.append(state.target.borrow)
+    kept = sum(borrowed)
+    assert borrowed == [True] * kept + [False] * (64 - kept)  # one return, no borrow after it
+    assert (64 - kept) / 64 * gain_s > 300 >= (64 - kept - 1) / 64 * gain_s
+
+
+def test_fixed_policies_take_what_they_are_told_at_any_number_of_workers() -> None:
+    for policy, expected in (
+        ("colocated", [(0, 0, 1), (0, 0, 2), (0, 0, 5), (0, 0, 8)]),
+        ("static-pd:1:1", [(0, 0, 1), (1, 1, 0), (3, 2, 0), (4, 4, 0)]),
+        ("static-pd:1:3", [(0, 0, 1), (1, 1, 0), (1, 4, 0), (2, 6, 0)]),
+    ):
+        config = Config.of(JobFile(decision=DecisionSection(policy=policy, disaggregation=True)))
+        engine = DecisionEngineCore(config)
+        state, found = engine.initial(), []
+        for number, workers in enumerate((1, 2, 5, 8)):
+            state, effects = engine.step(state, Input(number, budget(number + 1, workers)))
+            record = record_of(effects)
+            found.append((record.chosen.prefill, record.chosen.decode, record.chosen.colocated))
+            assert record.policy == policy and record.forced == (workers == 1 and policy != "colocated")
+        assert found == expected
+
+
+@pytest.mark.parametrize("policy", ["static-pd", "static-pd:0:1", "static-pd:1:-1", "best", "static-pd:1:1:1", ""])
+def test_a_policy_that_is_none_is_named(policy: str, tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f'[decision]\npolicy = "{policy}"\n')
+    with pytest.raises(ConfigError, match=r"decision.policy"):
+        load(path)
+
+
+def test_a_fixed_ratio_needs_an_engine_that_disaggregates() -> None:
+    with pytest.raises(ConfigError, match="disaggregation"):
+        Config.of(JobFile(decision=DecisionSection(policy="static-pd:1:1")))

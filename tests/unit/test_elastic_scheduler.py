@@ -98,7 +98,8 @@ def test_leaving_is_still_told_for_a_while_and_then_forgotten() -> None:
     state, _, _ = run((0, Tick()), (0, available("p1", 0, 1)), (200, Tick()), (1000, reclaimed("p1", 0, 1)))
     _, soon, _ = run((30_000, TrainingBegin(batch=0)), state=state)
     _, late, _ = run((70_000, TrainingBegin(batch=0)), state=state)
-    assert soon[0].leaving == (Leave("p1-w0", 0),) and late[0].leaving == ()
+    lent = Leave("t0-w0", 30_000 + JOB.timeouts.return_ms)
+    assert soon[0].leaving == (Leave("p1-w0", 0), lent) and len(late[0].leaving) == 1
 
 
 def test_a_second_reclaim_may_only_bring_the_deadline_forward() -> None:
@@ -117,6 +118,15 @@ def test_training_has_its_gpus_between_begin_and_finished() -> None:
     finished = TrainingFinished(batch=0, version=PolicyVersion(1))
     _, found, _ = run((3, finished), (4, finished), (5, TrainingBegin(batch=0)), state=begun)
     assert [(each.training_batch, each.overlap) for each in found] == [(None, ("t0-w0",))]
+
+
+def test_overlap_slots_are_left_by_a_deadline_that_counts_from_the_first_asking() -> None:
+    _, found, _ = run((0, Tick()), (1000, TrainingBegin(batch=0)), (4000, TrainingBegin(batch=1)))
+    by_ms = 1000 + JOB.timeouts.return_ms
+    assert [budget.leaving for budget in found[1:]] == [(Leave("t0-w0", by_ms),)] * 2
+    finished = TrainingFinished(batch=1, version=PolicyVersion(2))
+    _, found, _ = run((0, Tick()), (1000, TrainingBegin(batch=1)), (9000, finished), (9500, TrainingBegin(batch=2)))
+    assert found[2].leaving == () and found[3].leaving == (Leave("t0-w0", 9500 + JOB.timeouts.return_ms),)
 
 
 def test_finished_of_an_older_batch_does_not_end_the_newer_one() -> None:

@@ -191,3 +191,15 @@ def test_options_are_only_what_the_environment_takes():
     unknown = msgspec.structs.replace(job(), environment=EnvironmentSection(options={"numbers": "many"}))
     with pytest.raises(ConfigError, match="cannot be made"):
         environment_factory(unknown)
+
+
+async def test_options_for_the_load_leave_the_task_as_it_is() -> None:
+    game, tokenizer = GuessNumber(preamble_tokens=3, chatter_tokens=1), GuessTokenizer(chatter_tokens=1)
+    assert len(tokenizer.encode(await game.reset(2))) == 4  # the secret is 3
+    assert stop_ids_of(tokenizer) == []  # only pipeline.max_new_tokens ends a turn
+    assert (await game.step("<pad> 3")).observation == "invalid"  # the first word is the guess
+    assert (await game.step("2 3")).observation == "higher"
+    last = await game.step("3 lower")
+    assert last.done and last.reward == 1.0
+    with pytest.raises(ConfigError, match="chatter_tokens"):
+        GuessNumber(chatter_tokens=-1)

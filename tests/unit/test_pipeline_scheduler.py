@@ -257,11 +257,33 @@ def test_the_job_ends_after_its_train_steps() -> None:
 
 
 def test_progress_is_reported_at_coarse_marks_with_what_remains() -> None:
+    """R of eq. 7: what is left of the batch, and as much of the next as its freed slots may still admit."""
+    for early_start, remaining in ((False, [4, 3, 2, 1]), (True, [4, 4, 4, 2])):
+        loop = Loop(msgspec.structs.replace(CONFIG, early_start=early_start))
+        loop.serve(0)
+        for each in loop.tasks()[:3]:
+            loop.feed(end(each))
+        told = kinds(loop.sent, BatchProgress)
+        assert [message.remaining for message in told] == remaining
+        assert [message.done for message in told] == [0, 1, 2, 3]
+
+
+def test_progress_is_of_the_batch_that_training_waits_for_and_begins_anew_with_the_next() -> None:
     loop = Loop()
     loop.serve(0)
-    for each in loop.tasks()[:3]:
+    first = loop.tasks()
+    for each in first[:2]:
         loop.feed(end(each))
-    assert [message.remaining for message in kinds(loop.sent, BatchProgress) if message.batch == 0] == [3, 2, 1]
+    (early,) = [task for task in loop.tasks() if task.batch == 1][:1]
+    before = len(kinds(loop.sent, BatchProgress))
+    loop.feed(end(early))
+    assert len(kinds(loop.sent, BatchProgress)) == before
+    for each in first[2:]:
+        loop.feed(end(each))
+    assert kinds(loop.sent, BatchProgress)[-1].batch == 0  # of its end, training.begin tells
+    loop.feed(step_finished(0))
+    latest = kinds(loop.sent, BatchProgress)[-1]
+    assert (latest.batch, latest.done) == (1, 1)
 
 
 def test_held_out_episodes_never_enter_a_batch() -> None:

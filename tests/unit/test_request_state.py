@@ -254,6 +254,33 @@ def test_disaggregated_both_sides_get_the_request_and_only_decode_counts():
     assert isinstance(effects[1], Ask) and effects[1].message.avoid == ("p-w0",)
 
 
+def paired() -> RequestState:
+    state = begun()
+    state.step(assignment(state, "d-w0", prefill_worker="p-w0", prefill_incarnation=2, prefill_role_generation=6), 0)
+    return state
+
+
+def test_whom_a_disaggregated_attempt_avoids_next():
+    """Until the first token the decode side speaks of its prefill side too; after it, and of itself, for itself."""
+    for finish in ("refused", "interrupted"):
+        state = paired()
+        *_, ask = state.step(chunk(state, 0, [], finish, worker="d-w0"), 1)
+        assert isinstance(ask, Ask) and ask.message.avoid == ("d-w0", "p-w0")
+        state = paired()
+        *_, ask = state.step(chunk(state, 0, [], finish, worker="p-w0", incarnation=2), 1)
+        assert isinstance(ask, Ask) and ask.message.avoid == ("p-w0",)
+    state = paired()
+    state.step(chunk(state, 0, [10], worker="d-w0"), 1)
+    assert state.step(chunk(state, 0, [], "interrupted", worker="p-w0", incarnation=2), 1) == ()  # its part is done
+    cancel, journal, ask = state.step(chunk(state, 1, [], "interrupted", worker="d-w0"), 2)
+    assert isinstance(cancel, Cancel) and cancel.workers == ("d-w0", "p-w0")
+    assert isinstance(journal, Journal) and (journal.interruption.worker, journal.interruption.received) == ("d-w0", 1)
+    assert isinstance(ask, Ask) and ask.message.avoid == ("d-w0",)
+    state = paired()
+    *_, ask = state.step(WorkerLost(), 1)
+    assert isinstance(ask, Ask) and ask.message.avoid == ("d-w0", "p-w0")
+
+
 def row(**changes) -> Row:
     fields = {"worker": "a-w0", "gpus": (), "zone": Zone.RESERVED, "role": Role.COLOCATED}
     return Row(**{**fields, "activity": Activity.ACTIVE, "incarnation": 3, "role_generation": 5, **changes})

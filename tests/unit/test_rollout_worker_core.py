@@ -107,6 +107,12 @@ def test_weights_then_role_then_requests():
     assert process.core.refusal(process.state, generate(2, 4)) == ""
     assert "role generation is 2, not 1" in process.core.refusal(process.state, generate(1))
     assert "version 4 is below 5" in process.core.refusal(process.state, generate(2, 5))
+    with_room = msgspec.structs.replace(generate(2, 4), bootstrap_room=7)
+    assert "with a room, for role colocated" in process.core.refusal(process.state, with_room)
+    for role in (Role.PREFILL, Role.DECODE):
+        state = msgspec.structs.replace(process.state, role=role)
+        assert process.core.refusal(state, with_room) == ""
+        assert f"without a room, for role {role.value}" in process.core.refusal(state, generate(2, 4))
 
 
 def test_versions_only_rise_and_the_newest_wins():

@@ -215,6 +215,26 @@ def test_disaggregated_requests_get_a_prefill_worker_of_the_same_version_and_a_r
     assert (third.prefill_worker, third.prefill_role_generation) == ("p1", 9)
 
 
+def test_prefill_workers_are_chosen_by_prefix_then_load() -> None:
+    core = router(
+        row("d0", role=Role.DECODE),
+        row("d1", role=Role.DECODE),
+        row("p0", role=Role.PREFILL, endpoint="h:0"),
+        row("p1", role=Role.PREFILL, endpoint="h:1"),
+    )
+    first = {name: placed(core, request(name, context_tokens=2000)) for name in "abcd"}
+    assert Counter(each.prefill_worker for each in first.values()) == {"p0": 2, "p1": 2}
+    for name, before in first.items():  # the next turn goes to both workers that know the session
+        again = placed(core, request(name, context_tokens=2000, last_worker=before.worker))
+        assert (again.worker, again.prefill_worker) == (before.worker, before.prefill_worker)
+    a = first["a"]
+    core.on_heartbeat(heartbeat(a.prefill_worker, 12))
+    clear = placed(core, request("a", context_tokens=2000, last_worker=a.worker))
+    assert clear.worker == a.worker and clear.prefill_worker != a.prefill_worker
+    avoided = placed(core, request("b", avoid=(clear.prefill_worker,), context_tokens=2000))
+    assert avoided.prefill_worker == a.prefill_worker
+
+
 def test_decode_workers_without_a_matching_prefill_worker_take_nothing() -> None:
     lonely = row("d0", role=Role.DECODE, version=PolicyVersion(4))
     assert waits(router(lonely, row("p0", role=Role.PREFILL)), request()) == "no worker at version 3"

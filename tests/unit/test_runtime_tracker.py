@@ -7,7 +7,8 @@ import pytest
 
 from messages.decision_engine import WorkloadProfile
 from messages.envelope import Message
-from messages.ids import GroupId, PolicyVersion, RequestId, TrajectoryId, WorkerId
+from messages.ids import GroupId, Incarnation, PolicyVersion, RequestId, Role, RoleGeneration, TrajectoryId, WorkerId
+from messages.orchestrator import RoleSet
 from messages.pipeline_scheduler import StepFinished, TrajectoryCompleted
 from messages.runtime_tracker import OperationTimed, RequestFinished, WorkerHeartbeat
 from services.jobfile import JobFile
@@ -115,7 +116,7 @@ def test_turns_and_trajectories_make_r_dl_theta_s_and_t_env() -> None:
         (5, finished(0)),
     )
     assert (profile.r, profile.dL, profile.retained, profile.S, profile.T_env_s) == (20.0, 30.0, 19.0, 9.0, 7.0)
-    assert profile.theta == pytest.approx(2.0)  # 2 s of 3 s a turn not decoding: f = 1/3
+    assert profile.theta == pytest.approx(1.5)  # 1 s decoding, 1.5 s in neither queue: f = 1/2.5
     tokens = 6.5 * (20 + 30)
     assert profile.kv_bytes_per_trajectory == pytest.approx(tokens * profile.kv_bytes_per_token)
     assert profile.samples == 2 and problem_of(profile) is None
@@ -175,7 +176,7 @@ def test_warm_up_and_new_incarnations_are_left_out() -> None:
 def test_samples_are_bounded_in_rate_and_number() -> None:
     state, _ = run((0, heartbeat("n-w0", 0, 0.01, 0, 4)))
     same, _ = run((999, heartbeat("n-w0", 50, 0.01, 0, 4)), state=state)
-    assert same is state
+    assert same.workers["n-w0"].sampled == state.workers["n-w0"].sampled and same.step.decoded == 50 * 4
     small = RuntimeTrackerCore(msgspec.structs.replace(CORE.config, most_workers=2, most_operations=2))
     state = small.initial()
     for index in range(5):
@@ -190,6 +191,62 @@ def test_costs_of_operations_are_moving_averages() -> None:
     timed = [OperationTimed(operation="activate", worker="w", took_s=took_s) for took_s in (6.0, 8.0)]
     _, (profile,) = run((0, timed[0]), (1, timed[1]), (2, finished(0)))
     assert profile.costs == {"activate": pytest.approx(6.0 + CORE.config.new_share * 2.0)}
+
+
+def switch(worker: str, role: Role, incarnation: int = 1) -> RoleSet:
+    return RoleSet(
+        worker=WorkerId(worker),
+        incarnation=Incarnation(incarnation),
+        role=role,
+        role_generation=RoleGeneration(1),
+    )
+
+
+def test_speeds_right_after_a_role_change_are_left_out_but_the_work_counts() -> None:
+    slow = heartbeat("n-w0", 10, 5.0, 0.0, 4)
+    state, _ = run(
+        (0, heartbeat("n-w0", 0, 5.0, 0.0, 4)),
+        (1000, heartbeat("n-w0", 5, 5.0, 0.0, 4)),
+        (1500, switch("n-w0", Role.COLOCATED)),
+        (2500, slow),
+        (3500, heartbeat("n-w0", 12, 5.0, 0.0, 4)),
+    )
+    assert state.decode == Line() and state.step.decoded == 48
+    steady = [
+        (4500 + 1000 * n, msgspec.structs.replace(slow, decode_iterations=12 + n, decode_s=60 + 0.01 * n))
+        for n in range(3)
+    ]
+    state, _ = run(*steady, state=state)
+    assert state.decode.weight == 2  # from 4500 on; the sample that began at 3500 did in the warm-up's last moment
+
+
+def test_disaggregated_workers_report_what_is_theirs() -> None:
+    """Prefill workers only prefill, decode workers only decode: together they give the same profile as colocated ones."""
+    steps: list[tuple[int, Message]] = [(0, switch("n-w0", Role.PREFILL)), (0, switch("n-w1", Role.DECODE))]
+    for second in range(6):
+        prefill = heartbeat("n-w0", 0, 0.0, 0.0, 0, prefill_tokens=100 * second)
+        steps += [(1000 * second, prefill), (1000 * second, heartbeat("n-w1", 5 * second, 0.2, 0.0, 8))]
+    turn = request(generated=9, new=5, queue_s=0.2, decode_s=3.0, env_s=0.8)
+    _, (profile,) = run(*steps, *((5000, turn) for _ in range(50)), (5000, finished(0)))
+    assert (profile.r, profile.dL) == (25 * 8 / 50, 500 / 50)
+    assert profile.t_prefill_s == pytest.approx(1e-4) and profile.A_s + 8 * profile.b_s == pytest.approx(0.2)
+    assert profile.theta == pytest.approx(
+        50 * 0.8 / (25 * 8 * 0.2)
+    )  # 40 s at environments, 40 s times sequences decoding
+    assert profile.T_over_s == CORE.config.cold_start.T_over_s  # colocated turns alone can tell it
+
+
+def test_overhead_is_what_colocated_turns_take_beyond_the_model() -> None:
+    steps: list[tuple[int, Message]] = [
+        (1000 * second, heartbeat(worker, 5 * second, 0.1, 0.0, 5, prefill_tokens=1000 * second))
+        for second in range(11)
+        for worker in ("n-w0", "n-w1")
+    ]
+    # 500 turns in 10 s on two workers, each turn 1.0 s with them: 25 at a worker. Prefill 25 * 40 * 1e-4, decode 1 * 0.1.
+    turn = request(generated=2, new=4, queue_s=0.6, decode_s=0.4)
+    _, (profile,) = run(*steps, *((10_000, turn) for _ in range(500)), (10_000, finished(0)))
+    assert profile.dL == 40 and profile.r == 1
+    assert profile.T_over_s == pytest.approx(1.0 - 0.1 - (profile.A_s + 25 * profile.b_s), abs=1e-6)
 
 
 def test_repeated_and_older_steps_emit_nothing() -> None:

@@ -344,8 +344,8 @@ async def test_without_weights_it_starts_and_refuses(engines: Any):
     assert engine.version == -1
     (chunk,) = await run(engine, spec())
     assert chunk.finish == "refused"
-    with pytest.raises(EngineError, match="prefill"):
-        await engine.set_role(Role.PREFILL)
+    with pytest.raises(EngineError, match="training"):
+        await engine.set_role(Role.TRAINING)
     await engine.set_role(Role.COLOCATED)
 
 

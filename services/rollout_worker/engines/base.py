@@ -19,7 +19,8 @@ class GenerateSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     `max_new_tokens` counts from the end of the prompt. With `temperature` 0 decoding is greedy; otherwise token i
     of the reply is sampled with a generator seeded by (seed, i), so that a resumed reply draws what an
-    uninterrupted one would have drawn.
+    uninterrupted one would have drawn. The bootstrap triple names the prefill side's room: a prefill and a decode
+    engine need it, a colocated one has no use for it.
     """
 
     request: str
@@ -30,10 +31,17 @@ class GenerateSpec(msgspec.Struct, frozen=True, kw_only=True):
     temperature: float
     seed: int
     stop_ids: list[int]
+    bootstrap_host: str = ""
+    bootstrap_port: int = 0
+    bootstrap_room: int = -1
 
 
 class Tokens(msgspec.Struct, frozen=True, kw_only=True):
-    """A chunk of a reply at `offset` (from the end of the prompt). `finish` as in `token.chunk/1`."""
+    """A chunk of a reply at `offset` (from the end of the prompt). `finish` as in `token.chunk/1`.
+
+    A prefill engine makes one chunk, without tokens: "refused" and "interrupted" are the client's to know; "handed_over"
+    and "abandoned" (the decode side is gone) are not, since the decode side, or its end, says what there is to say.
+    """
 
     offset: int
     tokens: list[int]
@@ -99,6 +107,10 @@ class Engine(Protocol):
 
     async def restore(self) -> None:
         """Take device memory again; weights must be loaded afterwards."""
+        ...
+
+    def occupied(self) -> int:
+        """Bytes of memory this engine's process, or device, uses as the operating system, or the driver, sees it."""
         ...
 
     def load(self) -> Load: ...

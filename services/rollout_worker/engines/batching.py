@@ -3,6 +3,9 @@
 Continuous batching: every iteration computes one chunk of waiting prompts (several short ones together), then one
 token of every request whose context is computed. A request that runs out of KV cache makes the youngest one give its
 blocks back and wait again; the oldest always fits, so all finish.
+
+Disaggregated (paper 4.2): a decode engine admits a request as ever, but its context's KV comes from elsewhere (it is
+`receiving`); a prefill engine computes contexts and no more (`prefill_only`).
 """
 
 from __future__ import annotations
@@ -21,12 +24,16 @@ class Reply:
         "blocks",
         "cached",
         "computed",
+        "lease",
         "link",
         "linked",
         "logprobs",
         "prompt_len",
+        "receiving",
+        "remote",
         "sent",
         "sent_at",
+        "sent_kv",
         "shareable",
         "spec",
         "stop_ids",
@@ -35,7 +42,7 @@ class Reply:
         "version",
     )
 
-    def __init__(self, spec: GenerateSpec, stream: int) -> None:
+    def __init__(self, spec: GenerateSpec, stream: int, *, remote: bool = False, sent_kv: int = 0) -> None:
         self.spec = spec
         self.stream = stream
         self.stop_ids = frozenset(spec.stop_ids)
@@ -51,6 +58,10 @@ class Reply:
         self.linked = 0  # blocks published or matched
         self.link = ROOT
         self.shareable = True
+        self.lease = 0  # counts the times `blocks` were taken and given back: who writes into them late must know which
+        self.remote = remote  # its context is computed by another engine
+        self.receiving = False  # and on its way into `blocks`
+        self.sent_kv = sent_kv  # in a prefill engine: tokens whose KV the receiver has, or will have
 
     @property
     def index(self) -> int:
@@ -66,22 +77,32 @@ class Batcher:
         self.max_running = max_running
         self.chunk_tokens = chunk_tokens
         self.context_limit = min(context_limit, pool.capacity * BLOCK)
+        self.prefill_only = False
         self.waiting: deque[Reply] = deque()
         self.running: list[Reply] = []
+        self.moves = 0  # between `waiting` and `running`
+        self.arrivals: list[Reply] = []  # remote ones that now have blocks: for the engine to take, and clear
+        self.dropped: list[Reply] = []  # receiving ones whose blocks were taken: likewise
 
     @property
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def next_prefill(self) -> list[tuple[Reply, int]]:
-        """Contexts to go on computing, and how many tokens of each; padded to the longest within `chunk_tokens`."""
+    def admit(self) -> None:
+        """Give blocks to those that wait, in their order, as far as there are any."""
         while self.waiting and len(self.running) < self.max_running and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
+
+    def next_prefill(self) -> list[tuple[Reply, int]]:
+        """Contexts to go on computing, and how many tokens of each; padded to the longest within `chunk_tokens`."""
+        self.admit()
         chunk: list[tuple[Reply, int]] = []
         longest = 0
         for reply in self.running:
+            if reply.receiving:
+                continue
             count = min(len(reply.tokens) - reply.computed, self.chunk_tokens)
-            if count == 1:
+            if count == 1 and not self.prefill_only:
                 continue  # one token is a decode, whoever wrote it
             if chunk and max(longest, count) * (len(chunk) + 1) > self.chunk_tokens:
                 break
@@ -91,10 +112,12 @@ class Batcher:
 
     def next_decode(self) -> list[Reply]:
         """Requests whose next token can be computed from their last one, each with a block to put it into."""
+        if self.prefill_only:
+            return []
         for reply in tuple(self.running):
-            if reply.blocks and reply.computed >= len(reply.blocks) * BLOCK:
+            if reply.blocks and not reply.receiving and reply.computed >= len(reply.blocks) * BLOCK:
                 self._extend(reply)
-        return [reply for reply in self.running if len(reply.tokens) - reply.computed == 1]
+        return [reply for reply in self.running if len(reply.tokens) - reply.computed == 1 and not reply.receiving]
 
     def advance(self, reply: Reply, count: int) -> None:
         """KV of `count` more tokens is stored; blocks now full become findable."""
@@ -114,7 +137,14 @@ class Batcher:
         self._give_back(reply)
 
     def retract(self, reply: Reply) -> None:
-        """Give the KV cache back; the context is computed again later, before those that wait."""
+        """Give the KV cache back; the context is computed again later, before those that wait.
+
+        Here, even if another engine had computed it: that one has forgotten it, and only so the oldest always gets on.
+        """
+        if reply.receiving:
+            self.dropped.append(reply)
+        reply.remote = False
+        self.moves += 1
         self.running.remove(reply)
         self._give_back(reply)
         self.waiting.appendleft(reply)
@@ -143,6 +173,11 @@ class Batcher:
         reply.shareable = True
         if reply.cached < 0:
             reply.cached = reply.computed
+        reply.lease += 1
+        self.moves += 1
+        if reply.remote:
+            reply.receiving = True
+            self.arrivals.append(reply)
         return True
 
     def _extend(self, reply: Reply) -> None:
@@ -160,3 +195,5 @@ class Batcher:
         reply.blocks = []
         reply.computed = reply.linked = 0
         reply.link = ROOT
+        reply.receiving = False
+        reply.lease += 1

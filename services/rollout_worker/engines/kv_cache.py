@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -118,6 +118,22 @@ class KvCache:
         # Zeros, not empty: a masked place weighs 0, but 0 times a NaN from stale memory is a NaN.
         shape = (blocks * BLOCK, 2 * self.heads, config.head_dim)
         self.pools = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)]
+        self.token_bytes = len(self.pools) * 2 * self.heads * self.head_dim * dtype.itemsize
+        self.layout = f"{len(self.pools)}x{2 * self.heads}x{self.head_dim}:{dtype}"
+
+    def read(self, slots: Tensor) -> memoryview:
+        """A copy of the KV at `slots` [N], as bytes: layers, then tokens, then heads."""
+        held = torch.stack([pool.index_select(0, slots) for pool in self.pools]).cpu()
+        array: Any = held.reshape(-1).view(torch.uint8).numpy()
+        return memoryview(array)
+
+    def write(self, slots: Tensor, data: bytes) -> None:
+        """Put what `read` gave into `slots` [N]."""
+        first = self.pools[0]
+        held = torch.frombuffer(bytearray(data), dtype=first.dtype)
+        held = held.view(len(self.pools), len(slots), 2 * self.heads, self.head_dim).to(first.device)
+        for pool, layer in zip(self.pools, held, strict=True):
+            pool.index_copy_(0, slots, layer)
 
 
 class PagedAttention:

@@ -5,8 +5,10 @@ touches the bus. Invariants: only the engine thread computes or touches replies,
 do; the event loop is woken at most once an iteration; a chunk holds tokens of one version; weights change between
 iterations, all at once; KV computed with other weights is never found by a new request.
 
-This release serves the role `colocated`. Prefill and decode are separate steps of an iteration already, so that the
-hand-over of KV between workers goes between them.
+Disaggregated (paper 4.2), a prefill engine computes a request's context once its decode engine has blocks for all of it,
+and sends the KV while it computes on; the decode engine writes what comes into those blocks, on its engine thread, after
+checking that the request still has them (`Reply.lease`), and goes on from there. Both swap weights between iterations,
+and a swap on either side ends what is on its way. The sockets are `kv_transfer`'s, in the event loop.
 """
 
 from __future__ import annotations
@@ -33,7 +35,17 @@ from services.models import Decoder, ModelConfig, read_weights
 from services.models.files import apply_weights
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.batching import Batcher, Reply
+from services.rollout_worker.engines.ends import end_of, finish_of
 from services.rollout_worker.engines.kv_cache import BLOCK, TRASH, BlockPool, KvCache, PagedAttention
+from services.rollout_worker.engines.kv_protocol import (
+    SEND_BODY,
+    First,
+    Hello,
+    Pages,
+    ProtocolError,
+    digest,
+)
+from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
 from services.rollout_worker.engines.sampling import sample, tensor_of
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
@@ -44,15 +56,18 @@ much as a decoded token, and replies here are often three tokens long."""
 QUEUE_FACTOR: Final = 8
 """Requests that may wait, in units of `max_running`; more are refused, so that the router hears of it."""
 
+LIMITS: Final = Limits()
+
 T = TypeVar("T")
 
 
 class _Stream:
     """Chunks of one reply on their way to its reader, in the event loop."""
 
-    __slots__ = ("chunks", "waiter")
+    __slots__ = ("chunks", "spec", "waiter")
 
-    def __init__(self) -> None:
+    def __init__(self, spec: GenerateSpec) -> None:
+        self.spec = spec
         self.chunks: deque[Tokens] = deque()
         self.waiter: asyncio.Future[None] | None = None
 
@@ -69,10 +84,20 @@ class _Stream:
 
 
 class TorchEngine:
-    """See `Engine`. `device`: "cpu", "cuda", or "auto"."""
+    """See `Engine`. `device`: "cpu", "cuda", or "auto". `address`: where other engines reach this one."""
 
-    def __init__(self, rollout: RolloutSection, device: str = "auto") -> None:
+    def __init__(
+        self,
+        rollout: RolloutSection,
+        device: str = "auto",
+        *,
+        address: str = "127.0.0.1",
+        limits: Limits = LIMITS,
+    ) -> None:
         self._rollout = rollout
+        self._address = address
+        self._limits = limits
+        self._role = Role.COLOCATED
         self._device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
         self._version = NO_WEIGHTS
         self._model: Decoder | None = None
@@ -80,9 +105,13 @@ class TorchEngine:
         self._cache: KvCache | None = None
         self._batcher = self._new_batcher(1)
         self._replies: dict[int, Reply] = {}  # of the engine thread
+        self._senders: dict[int, Sender] = {}  # of the engine thread: where the KV of these replies goes
         self._streams: dict[int, _Stream] = {}  # of the event loop
+        self._receiving: dict[int, asyncio.Task[None]] = {}  # of the event loop
+        self._prefill_side = PrefillSide(limits, met=self._met, gone=self._gone, expired=self._expired)
         self._numbers = itertools.count(1)
         self._paused = False
+        self._idle = False  # all that is there waits for a command
         self._released = False
         self._outbox: list[tuple[int, Tokens]] = []
         self._inbox: list[Callable[[], None]] = []
@@ -102,12 +131,16 @@ class TorchEngine:
 
     @property
     def endpoint(self) -> str:
-        return ""
+        return self._prefill_side.endpoint
 
     async def start(self) -> None:
         assert self._thread is None, "started twice"
         self._loop = asyncio.get_running_loop()
         self._failure = self._loop.create_future()
+        try:
+            await self._prefill_side.start(self._address)
+        except OSError as error:
+            raise EngineError(f"cannot listen on {self._address!r} (the node's address): {error}") from error
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
         await self._call(lambda: None)
@@ -115,6 +148,9 @@ class TorchEngine:
     async def stop(self) -> None:
         if self._thread is None:
             return
+        await self._prefill_side.stop()
+        for task in tuple(self._receiving.values()):
+            task.cancel()
         with self._wake:
             self._stopping = True
             self._wake.notify()
@@ -125,12 +161,15 @@ class TorchEngine:
         return await asyncio.shield(self._failure)
 
     async def set_role(self, role: Role) -> None:
-        if role is not Role.COLOCATED:
-            raise EngineError(f"the torch engine cannot serve role {role.value!r}; only 'colocated'")
+        if role not in (Role.COLOCATED, Role.PREFILL, Role.DECODE):
+            raise EngineError(f"an engine cannot serve role {role.value!r}")
+        if self._prefill_side.waiting:
+            raise EngineError(f"{len(self._prefill_side.waiting)} requests wait: abort them before a change of role")
+        await self._call(lambda: self._set_role(role))
 
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Tokens, None]:
         refusal = self._refusal(spec)
-        at_once = refusal or _finish_of(spec.prefix, spec.max_new_tokens, frozenset(spec.stop_ids))
+        at_once = refusal or finish_of(spec)
         if at_once:
             finish = "refused" if refusal else at_once
             yield Tokens(
@@ -138,21 +177,33 @@ class TorchEngine:
             )
             return
         number = next(self._numbers)
-        stream = self._streams[number] = _Stream()
-        ended = False
+        stream = self._streams[number] = _Stream(spec)
+        role, last = self._role, None
         try:
-            self._post(lambda: self._submit(Reply(spec, number)))
-            while not ended:
-                chunk = await stream.get()
-                ended = bool(chunk.finish)
-                yield chunk
+            if role is Role.PREFILL:
+                self._expect(number, spec)
+            else:
+                remote = role is Role.DECODE
+                self._post(lambda: self._submit(Reply(spec, number, remote=remote)))
+            while last is None or not last.finish:
+                last = await stream.get()
+                yield last
         finally:
             del self._streams[number]
-            if not ended:
+            if number in self._receiving:
+                self._receiving.pop(number).cancel()
+            if last is None or not last.finish or role is Role.PREFILL:
                 self._post(lambda: self._cancel(number))
+            if role is Role.PREFILL:
+                self._prefill_side.leave(number, end_of(last))
 
     async def abort(self, request: str | None = None) -> int:
-        return await self._call(lambda: self._abort(request))
+        count = 0
+        for number in self._prefill_side.waiting:  # of which the engine thread knows nothing yet
+            if request in (None, self._streams[number].spec.request):
+                self._finish_here(number, "interrupted", "aborted")
+                count += 1
+        return count + await self._call(lambda: self._abort(request))
 
     async def pause(self, mode: str) -> None:
         if mode not in ("abort", "retract", "in_place"):
@@ -177,6 +228,13 @@ class TorchEngine:
 
     async def restore(self) -> None:
         await self._call(self._restore)
+
+    def occupied(self) -> int:
+        """Bytes in use as the driver, or on a CPU the operating system, sees them."""
+        if self._device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self._device)
+            return total - free
+        return psutil.Process().memory_info().rss
 
     def load(self) -> Load:
         return Load(
@@ -203,7 +261,10 @@ class TorchEngine:
         tokens = [*spec.prompt, *spec.prefix]
         if min(tokens) < 0 or max(tokens) >= config.vocab_size:
             return f"token ids must be within 0..{config.vocab_size - 1}"
-        if len(self._streams) >= self._rollout.max_running * (1 + QUEUE_FACTOR):
+        if self._role is not Role.COLOCATED and spec.bootstrap_room < 0:
+            return f"a {self._role.value} engine needs the bootstrap triple"
+        # Requests that wait for their receivers are bounded by the rooms, and cost nothing.
+        if self._role is not Role.PREFILL and len(self._streams) >= self._rollout.max_running * (1 + QUEUE_FACTOR):
             return "the queue is full"
         return ""
 
@@ -242,6 +303,68 @@ class TorchEngine:
             if stream is not None:
                 stream.put(chunk)
 
+    # ---- hand-over, in the event loop ----
+
+    def _expect(self, number: int, spec: GenerateSpec) -> None:
+        """A prefill engine's request waits for its receiver."""
+        key = (spec.bootstrap_room, spec.request, spec.attempt)
+        try:
+            self._prefill_side.expect(number, key, [*spec.prompt, *spec.prefix])
+        except ProtocolError as error:
+            self._finish_here(number, "refused", str(error))
+
+    def _met(self, number: int, sender: Sender) -> None:
+        spec = self._streams[number].spec
+        self._post(lambda: self._attach(Reply(spec, number, sent_kv=sender.hello.cached), sender))
+
+    def _gone(self, number: int, handed_over: bool) -> None:
+        self._finish_here(number, "handed_over" if handed_over else "abandoned", "")
+
+    def _expired(self, number: int) -> None:
+        self._finish_here(number, "interrupted", f"no decode engine came within {self._limits.join_s:g} s")
+
+    def _finish_here(self, number: int, finish: str, reason: str) -> None:
+        """End a prefill engine's request from the event loop; its stream cleans up."""
+        stream = self._streams.get(number)
+        if stream is not None:
+            last = Tokens(
+                offset=len(stream.spec.prefix),
+                tokens=[],
+                logprobs=[],
+                version=self._version,
+                finish=finish,
+                reason=reason,
+            )
+            stream.put(last)
+            self._prefill_side.leave(number, end_of(last))
+
+    def _start_receiving(self, number: int, lease: int, hello: Hello) -> None:
+        stream = self._streams.get(number)
+        if stream is not None:
+            task = asyncio.ensure_future(self._receive(stream.spec, number, lease, hello))
+            self._receiving[number] = task
+            task.add_done_callback(lambda done: self._received(number, done))
+
+    def _received(self, number: int, task: asyncio.Task[None]) -> None:
+        if self._receiving.get(number) is task:
+            del self._receiving[number]
+
+    def _stop_receiving(self, number: int) -> None:
+        if number in self._receiving:
+            self._receiving.pop(number).cancel()
+
+    async def _receive(self, spec: GenerateSpec, number: int, lease: int, hello: Hello) -> None:
+        def take(pages: Pages, data: bytes) -> None:
+            self._post(lambda: self._take_pages(number, lease, pages, data))
+
+        try:
+            first = await receive(spec.bootstrap_host, spec.bootstrap_port, hello, self._limits, take)
+        except HandOverError as error:
+            finish, reason = error.finish, str(error)
+            self._post(lambda: self._receive_failed(number, lease, finish, reason))
+        else:
+            self._post(lambda: self._take_first(number, lease, first))
+
     # ---- the engine thread ----
 
     def _run(self) -> None:
@@ -277,7 +400,7 @@ class TorchEngine:
                 return False
             commands, self._inbox = self._inbox, []
         for command in commands:
-            command()
+            self._obey(command)
         if self._ready:
             began = time.perf_counter()
             due = began + self._iterate()
@@ -290,7 +413,7 @@ class TorchEngine:
 
     @property
     def _ready(self) -> bool:
-        return self._batcher.busy and not self._paused and self._model is not None
+        return self._batcher.busy and not self._idle and not self._paused and self._model is not None
 
     def _pace(self, due: float) -> None:
         """Wait out the least time of an iteration. Commands are served meanwhile: a drain must not wait for it."""
@@ -302,13 +425,23 @@ class TorchEngine:
                     return
                 commands, self._inbox = self._inbox, []
             for command in commands:
-                command()
+                self._obey(command)
+            if not self._paused and self._model is not None:
+                # A context that is to come from elsewhere can be on its way while this iteration goes on.
+                self._batcher.admit()
+                self._ask_for_arrivals()
             self._deliver_soon()
+
+    def _obey(self, command: Callable[[], None]) -> None:
+        self._idle = False
+        command()
 
     def _iterate(self) -> float:
         """One prefill chunk and one decode; returns the least time they are to take, in seconds."""
         least = 0.0
+        moves = self._batcher.moves
         chunk = self._batcher.next_prefill()
+        self._ask_for_arrivals()
         if chunk:
             began = time.perf_counter()
             logits, complete = self._prefill(chunk)
@@ -320,10 +453,12 @@ class TorchEngine:
             self._prefilled += tokens
             self._prefill_s += max(pace, time.perf_counter() - began)
         batch = self._batcher.next_decode()
+        self._drop_dropped()
+        self._idle = not chunk and not batch and self._batcher.moves == moves
         if batch:
             began = time.perf_counter()
             self._emit(batch, self._decode(batch))
-            pace = self._rollout.pace_decode_ms / 1e3
+            pace = (self._rollout.pace_decode_ms + self._rollout.pace_decode_ms_per_sequence * len(batch)) / 1e3
             least += pace
             self._iterations += 1
             self._decoded += len(batch)
@@ -349,9 +484,12 @@ class TorchEngine:
             if start + count == len(reply.tokens):
                 complete.append(reply)
                 rows.append(row * longest + count - 1)
+        for reply, _ in chunk:
+            self._send_pages(reply)  # what the cache had; it travels while the rest is computed
         logits = self._forward(tokens, positions, slots, tables, np.array(rows, dtype=np.int64))
         for reply, count in chunk:
             self._batcher.advance(reply, count)
+            self._send_pages(reply)
         return logits, complete
 
     def _decode(self, batch: list[Reply]) -> Tensor:
@@ -396,14 +534,20 @@ class TorchEngine:
         )
         now = time.perf_counter()
         for reply, token, logprob in zip(replies, tokens, logprobs, strict=True):
-            reply.tokens.append(token)
-            if not reply.logprobs:
-                reply.sent_at = now
-            reply.logprobs.append(logprob)
-            if token in reply.stop_ids:
-                self._end(reply, "stop")
-            elif reply.index >= reply.spec.max_new_tokens or len(reply.tokens) >= self._batcher.context_limit:
-                self._end(reply, "length")
+            if reply.stream in self._senders:
+                self._hand_over(reply, token, logprob)
+            else:
+                self._record(reply, token, logprob, now)
+
+    def _record(self, reply: Reply, token: int, logprob: float, now: float) -> None:
+        reply.tokens.append(token)
+        if not reply.logprobs:
+            reply.sent_at = now
+        reply.logprobs.append(logprob)
+        if token in reply.stop_ids:
+            self._end(reply, "stop")
+        elif reply.index >= reply.spec.max_new_tokens or len(reply.tokens) >= self._batcher.context_limit:
+            self._end(reply, "length")
 
     def _hand_out_due(self) -> None:
         now = time.perf_counter()
@@ -432,6 +576,119 @@ class TorchEngine:
             outbox, self._outbox = self._outbox, []
             self._tell(self._deliver, outbox)
 
+    # ---- hand-over, on the engine thread ----
+
+    def _attach(self, reply: Reply, sender: Sender) -> None:
+        """A prefill engine's request has met its receiver: compute it, if what that holds and wants fits."""
+        hello = sender.hello
+        reason = ""
+        if self._model is None or self._cache is None:
+            reason = "the prefill side has no weights"
+        elif hello.version != self._version:
+            reason = f"the prefill side has version {self._version}, the decode side {hello.version}"
+        elif hello.layout != self._cache.layout:
+            reason = f"the prefill side's KV is {self._cache.layout}, the decode side's {hello.layout}"
+        elif not 0 <= hello.cached < len(reply.tokens):
+            reason = f"the decode side claims KV of {hello.cached} of {len(reply.tokens)} tokens"
+        if reason:
+            self._hand_out(reply, "refused", reason)
+            return
+        self._replies[reply.stream] = reply
+        self._senders[reply.stream] = sender
+        self._batcher.waiting.append(reply)
+
+    def _send_pages(self, reply: Reply) -> None:
+        """Hand what is computed and not sent yet to the event loop, copied: the blocks may be used anew at once."""
+        sender = self._senders.get(reply.stream)
+        if sender is None:
+            return
+        assert self._cache is not None
+        most = max(1, SEND_BODY // self._cache.token_bytes)
+        while reply.sent_kv < reply.computed:
+            pages = Pages(start=reply.sent_kv, count=min(most, reply.computed - reply.sent_kv))
+            self._tell(sender.send, pages, self._cache.read(self._slots(reply, pages)))
+            reply.sent_kv += pages.count
+
+    def _hand_over(self, reply: Reply, token: int, logprob: float) -> None:
+        """The context is computed and on its way; so is the token after it, and nothing is held for it here."""
+        sender = self._senders.pop(reply.stream)
+        self._tell(sender.send, First(token=token, logprob=logprob, cached=max(reply.cached, 0)))
+        del self._replies[reply.stream]
+        self._batcher.end(reply)
+
+    def _slots(self, reply: Reply, pages: Pages) -> Tensor:
+        places = np.arange(pages.start, pages.start + pages.count)
+        slots = np.array(reply.blocks, dtype=np.int64)[places // BLOCK] * BLOCK + places % BLOCK
+        return tensor_of(slots).to(self._device)
+
+    def _ask_for_arrivals(self) -> None:
+        """Fetch the KV of what a decode engine has just admitted."""
+        for reply in self._batcher.arrivals:
+            assert self._cache is not None
+            hello = Hello(
+                room=reply.spec.bootstrap_room,
+                request=reply.spec.request,
+                attempt=reply.spec.attempt,
+                context=digest(reply.tokens),
+                version=self._version,
+                cached=reply.computed,
+                layout=self._cache.layout,
+            )
+            self._tell(self._start_receiving, reply.stream, reply.lease, hello)
+        self._batcher.arrivals.clear()
+
+    def _drop_dropped(self) -> None:
+        for reply in self._batcher.dropped:
+            self._tell(self._stop_receiving, reply.stream)
+        self._batcher.dropped.clear()
+
+    def _leased(self, number: int, lease: int) -> Reply | None:
+        """The request that still receives into the blocks it had under this lease; None: they may be another's."""
+        reply = self._replies.get(number)
+        return reply if reply is not None and reply.receiving and reply.lease == lease else None
+
+    def _take_pages(self, number: int, lease: int, pages: Pages, data: bytes) -> None:
+        reply = self._leased(number, lease)
+        if reply is None:
+            return
+        assert self._cache is not None
+        end = pages.start + pages.count
+        fits = pages.start == reply.computed and pages.count > 0 and end <= len(reply.tokens)
+        if not fits or len(data) != pages.count * self._cache.token_bytes:
+            self._end(reply, "interrupted", f"KV of {pages.count} tokens from {pages.start} does not fit")
+            return
+        self._cache.write(self._slots(reply, pages), data)
+        self._batcher.advance(reply, pages.count)
+
+    def _take_first(self, number: int, lease: int, first: First) -> None:
+        reply = self._leased(number, lease)
+        if reply is None:
+            return
+        assert self._config is not None
+        if reply.computed != len(reply.tokens) or not 0 <= first.token < self._config.vocab_size:
+            self._end(reply, "interrupted", f"a first token after KV of {reply.computed} of {len(reply.tokens)} tokens")
+            return
+        reply.receiving = reply.remote = False
+        reply.cached = first.cached
+        self._record(reply, first.token, first.logprob, time.perf_counter())
+
+    def _receive_failed(self, number: int, lease: int, finish: str, reason: str) -> None:
+        reply = self._leased(number, lease)
+        if reply is not None:
+            self._end(reply, finish, reason)
+
+    def _break_off(self, reason: str) -> None:
+        """End what is on its way from or to another engine."""
+        for reply in tuple(self._replies.values()):
+            if reply.receiving or reply.stream in self._senders:
+                self._end(reply, "interrupted", reason)
+
+    def _set_role(self, role: Role) -> None:
+        if role is not self._role and self._replies:
+            raise EngineError(f"{len(self._replies)} requests run: abort them before a change of role")
+        self._role = role
+        self._batcher.prefill_only = role is Role.PREFILL
+
     # ---- commands, on the engine thread ----
 
     def _submit(self, reply: Reply) -> None:
@@ -443,12 +700,14 @@ class TorchEngine:
 
     def _end(self, reply: Reply, finish: str, reason: str = "") -> None:
         del self._replies[reply.stream]
+        self._senders.pop(reply.stream, None)
         self._batcher.end(reply)
         self._hand_out(reply, finish, reason)
 
     def _cancel(self, number: int) -> None:
         reply = self._replies.pop(number, None)
         if reply is not None:
+            self._senders.pop(number, None)
             self._batcher.end(reply)
 
     def _abort(self, request: str | None) -> int:
@@ -461,6 +720,7 @@ class TorchEngine:
         if mode == "abort":
             self._abort(None)
         elif mode == "retract":
+            self._break_off("the worker pauses")
             self._batcher.retract_all()
         self._paused = True
 
@@ -474,6 +734,7 @@ class TorchEngine:
         model = self._model
         if model is not None and config != self._config:
             raise EngineError(f"version {version} has another configuration than version {self._version}")
+        self._break_off(f"the weights changed to version {version}")
         if model is None:
             dtype = torch.float32 if self._device.type == "cpu" else getattr(torch, config.dtype, torch.bfloat16)
             model = Decoder(config).to(device=self._device, dtype=dtype).requires_grad_(False).eval()
@@ -490,17 +751,19 @@ class TorchEngine:
 
     def _new_batcher(self, blocks: int, context_limit: int = 0) -> Batcher:
         rollout = self._rollout
-        return Batcher(
+        batcher = Batcher(
             BlockPool(max(blocks, 2)),
             max_running=rollout.max_running,
             chunk_tokens=rollout.prefill_chunk_tokens,
             context_limit=context_limit,
         )
+        batcher.prefill_only = self._role is Role.PREFILL
+        return batcher
 
     def _release(self) -> int:
         if self._replies:
             raise EngineError(f"{len(self._replies)} requests run: abort them before releasing the device memory")
-        before = self._occupied()
+        before = self.occupied()
         self._released = True
         self._model = self._cache = None
         self._batcher = self._new_batcher(1)
@@ -510,21 +773,7 @@ class TorchEngine:
             torch.cuda.empty_cache()
         elif sys.platform == "linux":
             ctypes.CDLL(None).malloc_trim(0)  # else the allocator keeps what is freed
-        return max(0, before - self._occupied())
+        return max(0, before - self.occupied())
 
     def _restore(self) -> None:
         self._released = False
-
-    def _occupied(self) -> int:
-        """Bytes in use as the driver, or on a CPU the operating system, sees them."""
-        if self._device.type == "cuda":
-            free, total = torch.cuda.mem_get_info(self._device)
-            return total - free
-        return psutil.Process().memory_info().rss
-
-
-def _finish_of(reply: list[int], most: int, stop_ids: frozenset[int]) -> str:
-    """How a reply with these tokens has ended, "" if it goes on."""
-    if reply and reply[-1] in stop_ids:
-        return "stop"
-    return "length" if len(reply) >= most else ""

@@ -1,0 +1,1 @@
+"""Benchmarks: the parts of `pearl bench`."""

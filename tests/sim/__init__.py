@@ -1,0 +1,1 @@
+"""The real cores wired together in one process, on a virtual clock."""
