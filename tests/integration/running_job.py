@@ -117,7 +117,7 @@ async def running_job(
     try:
         await supervisor.start()
         bus = await connect(job, "monitor")
-        collector = Collector(bus, job.job.name)
+        collector = Collector(bus, job)
         await collector.start()
         following = asyncio.create_task(collector.follow(stop))
         try:
