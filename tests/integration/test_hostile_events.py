@@ -115,6 +115,7 @@ def log_lines(run: RunningJob) -> list[dict[str, str]]:
 
 async def test_nothing_that_a_peer_can_say_disturbs_a_job(tmp_path: Path) -> None:
     async with running_job(tmp_path, steps=40) as run:
+        run.commands = None  # this test sends commands that no plan asked for
         await settled(run)
         before = shape(run.board.table), budget(run)
         shape_before = shape(run.board.table, only="reserved")
