@@ -9,11 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from messages.agent import Assignment
 from messages.envelope import decode, encode
 from messages.ids import PolicyVersion, RequestId, TrajectoryId
 from messages.router import AssignRequest
+from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import subject_of
 from services.bench.cell import bus_of, job_in, server, serving_table
 from services.bench.figures import Figure, figure
@@ -25,24 +29,33 @@ from services.runtime.bus import Bus
 CLIENTS = 32
 TIMEOUT_S = 10.0
 WARM_UP = 200
+BEAT_S = 0.05
+"""A worker takes 128 requests between two heartbeats; with 16, no run is that fast."""
 
 
 async def measure(folder: Path, *, requests: int = 6000, workers: int = 16) -> list[Figure]:
     """Requests a second, `CLIENTS` at a time."""
     job, _ = job_in(folder, workers)
-    async with server(job), bus_of(job, "router") as routers, bus_of(job, "agent") as clients:
+    async with (
+        server(job),
+        bus_of(job, "router") as routers,
+        bus_of(job, "agent") as clients,
+        bus_of(job, "rollout_worker") as loads,
+    ):
         router = Router(Config.of(job), routers, job.job.name)
         router.on_table(serving_table(job))
         stop = asyncio.Event()
         serving = asyncio.create_task(router.run(stop))
+        beating = asyncio.create_task(_beat(job, loads, workers))
         await asyncio.sleep(0.2)
         answer = await clients.request(*_asked(job, 0), TIMEOUT_S)
         decode(answer.data, Assignment)
         await _rate(job, clients, min(WARM_UP, requests))
         rate = await _rate(job, clients, requests)
         stop.set()
-        await serving
-        assert router.refused == 0
+        beating.cancel()
+        await asyncio.wait([serving, beating])
+        assert (router.refused, router.not_now) == (0, 0)
         bare = await bare_rate(job, routers, clients, answer.data, requests)
     return [figure("router", f"assignments/s, {workers} workers", rate, "1/s", bare, "bare request-reply")]
 
@@ -64,6 +77,16 @@ async def bare_rate(job: JobFile, answering: Bus, asking: Bus, data: bytes, requ
         await subscription.stop()
         echoing.cancel()
         await asyncio.wait([echoing])
+
+
+async def _beat(job: JobFile, bus: Bus, workers: int) -> None:
+    """Heartbeats of idle workers, so that none is ever full."""
+    fields: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(WorkerHeartbeat)}
+    while True:
+        for index in range(workers):
+            beat = WorkerHeartbeat(**{**fields, "worker": f"n-w{index}", "incarnation": 1, "serving": True})
+            await bus.publish(subject_of(job.job.name, beat), encode(beat))
+        await asyncio.sleep(BEAT_S)
 
 
 def _asked(job: JobFile, number: int) -> tuple[str, bytes]:
