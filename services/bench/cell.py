@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 import msgspec
@@ -88,7 +88,7 @@ def serving_table(job: JobFile, epoch: int = 1) -> RoleTable:
 
 
 @contextlib.asynccontextmanager
-async def server(job: JobFile) -> AsyncIterator[psutil.Process]:
+async def server(job: JobFile) -> AsyncGenerator[psutil.Process]:
     """The job's embedded server with its streams; its process, to ask for CPU time."""
     embedded = EmbeddedServer(job)
     try:
@@ -100,7 +100,7 @@ async def server(job: JobFile) -> AsyncIterator[psutil.Process]:
 
 
 @contextlib.asynccontextmanager
-async def bus_of(job: JobFile, service: str) -> AsyncIterator[Bus]:
+async def bus_of(job: JobFile, service: str) -> AsyncGenerator[Bus]:
     """A connection as the user of a service."""
     bus = await connect(job, service)
     try:
@@ -124,7 +124,7 @@ class Cell(msgspec.Struct, frozen=True):
 
 
 @contextlib.asynccontextmanager
-async def cell(job: JobFile) -> AsyncIterator[Cell]:
+async def cell(job: JobFile) -> AsyncGenerator[Cell]:
     """Server, worker `n-w0` at version 0 of the built-in model, router and edge."""
     stop = asyncio.Event()
     async with contextlib.AsyncExitStack() as stack:
@@ -161,9 +161,7 @@ async def _make_serving(job: JobFile, worker: RolloutWorker, commands: Bus, task
         uri=snapshot.uri,
         manifest_sha256=snapshot.manifest_sha256,
     )
-    role = SetRole(
-        worker=WORKER, incarnation=Incarnation(1), role=Role.COLOCATED, role_generation=RoleGeneration(1)
-    )
+    role = SetRole(worker=WORKER, incarnation=Incarnation(1), role=Role.COLOCATED, role_generation=RoleGeneration(1))
 
     async def say(message: Message) -> None:
         await commands.publish(subject_of(job.job.name, message), encode(message))

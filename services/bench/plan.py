@@ -16,7 +16,6 @@ import msgspec
 from messages.ids import Activity, DecisionId, Mode, WorkerId
 from messages.orchestrator import TargetConfiguration
 from pearl_state.codec import decode_table, encode_table
-from pearl_state.model import Row
 from services.bench.cell import job_in, serving_table
 from services.bench.figures import Figure, figure, percentile
 from services.decision_engine.choose import Policy, Running, choose
@@ -31,44 +30,38 @@ TARGET_WORKERS = 1000
 
 def measure(folder: Path, *, sizes: Sequence[int] = (16, 100, 1000), repeats: int = 7) -> list[Figure]:
     """Milliseconds, medians."""
-    found: list[Figure] = []
-    for workers in sizes:
-        job, _ = job_in(folder, workers)
-        core = OrchestratorCore(Config.of(job))
-        full = serving_table(job)
-        names = [row.worker for row in full.rows if row.activity is Activity.ACTIVE]
-        half = frozenset(names[: workers // 2])
-        idle = {row.worker: row for row in core.initial().rows}
-        table = msgspec.structs.replace(
-            full, rows=tuple(row if row.worker in half else _idle(row, idle) for row in full.rows)
-        )
-        profile = built_in(job)
-        running = Running(mode=Mode.COLOCATED, prefill=0, decode=0, colocated=len(half))
-
-        def decide_and_plan() -> bytes:
-            choice = choose(profile, workers, running, Policy())
-            target = _target(choice.chosen.prefill, choice.chosen.decode, choice.chosen.colocated, choice.mode, names)
-            after, _, effects = core.step_all(table, (Input(1, target, 1),))
-            assert after.plan is not None and effects, "half of the workers are to be added"
-            return encode_table(after)
-
-        data = decide_and_plan()
-        found.append(
-            figure(
-                "plan",
-                f"{workers} workers",
-                _median_ms(decide_and_plan, repeats),
-                "ms",
-                _median_ms(lambda: decode_table(data, job.job.name), repeats),
-                "reading one table",
-                below=TARGET_MS if workers == TARGET_WORKERS else None,
-            )
-        )
-    return found
+    return [_measure(folder, workers, repeats) for workers in sizes]
 
 
-def _idle(row: Row, idle: dict[WorkerId, Row]) -> Row:
-    return idle[row.worker]
+def _measure(folder: Path, workers: int, repeats: int) -> Figure:
+    job, _ = job_in(folder, workers)
+    core = OrchestratorCore(Config.of(job))
+    full = serving_table(job)
+    names = [row.worker for row in full.rows if row.activity is Activity.ACTIVE]
+    half = frozenset(names[: workers // 2])
+    idle = core.initial().by_worker
+    rows = tuple(row if row.worker in half else idle[row.worker] for row in full.rows)
+    table = msgspec.structs.replace(full, rows=rows)
+    profile = built_in(job)
+    running = Running(mode=Mode.COLOCATED, prefill=0, decode=0, colocated=len(half))
+
+    def decide_and_plan() -> bytes:
+        choice = choose(profile, workers, running, Policy())
+        target = _target(choice.chosen.prefill, choice.chosen.decode, choice.chosen.colocated, choice.mode, names)
+        after, _, effects = core.step_all(table, (Input(1, target, 1),))
+        assert after.plan is not None and effects, "half of the workers are to be added"
+        return encode_table(after)
+
+    data = decide_and_plan()
+    return figure(
+        "plan",
+        f"{workers} workers",
+        _median_ms(decide_and_plan, repeats),
+        "ms",
+        _median_ms(lambda: decode_table(data, job.job.name), repeats),
+        "reading one table",
+        below=TARGET_MS if workers == TARGET_WORKERS else None,
+    )
 
 
 def _target(prefill: int, decode: int, colocated: int, mode: Mode, names: Sequence[WorkerId]) -> TargetConfiguration:

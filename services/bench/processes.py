@@ -14,14 +14,14 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import psutil
 
-from messages.envelope import UndecodableMessage, decode
 from messages.agent import TurnFinished
+from messages.envelope import UndecodableMessage, decode
 from messages.subjects import stream
 from services import jobfile
 from services.bench.cell import bus_of, cpu_s, job_in, server
@@ -169,5 +169,3 @@ def _pss(supervisor: Supervisor) -> dict[str, tuple[int, ...]]:
 def _size(process: psutil.Process) -> int:
     full = process.memory_full_info()
     return int(getattr(full, "pss", full.uss))
-
-

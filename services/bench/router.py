@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from messages.agent import Assignment
 from messages.envelope import decode, encode
-from messages.ids import PolicyVersion, RequestId, TrajectoryId
+from messages.ids import Incarnation, PolicyVersion, RequestId, TrajectoryId, WorkerId
 from messages.router import AssignRequest
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import subject_of
@@ -81,11 +80,26 @@ async def bare_rate(job: JobFile, answering: Bus, asking: Bus, data: bytes, requ
 
 async def _beat(job: JobFile, bus: Bus, workers: int) -> None:
     """Heartbeats of idle workers, so that none is ever full."""
-    fields: dict[str, Any] = {field.name: 0 for field in msgspec.structs.fields(WorkerHeartbeat)}
+    beat = WorkerHeartbeat(
+        worker=WorkerId(""),
+        incarnation=Incarnation(1),
+        running=0,
+        queued=0,
+        version=0,
+        serving=True,
+        decode_iterations=0,
+        decode_tokens=0,
+        decode_s=0.0,
+        decode_batch_sum=0,
+        prefill_tokens=0,
+        prefill_s=0.0,
+        refused=0,
+        rss_bytes=0,
+    )
     while True:
         for index in range(workers):
-            beat = WorkerHeartbeat(**{**fields, "worker": f"n-w{index}", "incarnation": 1, "serving": True})
-            await bus.publish(subject_of(job.job.name, beat), encode(beat))
+            mine = msgspec.structs.replace(beat, worker=WorkerId(f"n-w{index}"))
+            await bus.publish(subject_of(job.job.name, mine), encode(mine))
         await asyncio.sleep(BEAT_S)
 
 

@@ -37,8 +37,17 @@ async def measure(folder: Path, *, tokens: int = 128, rounds: int = 4, alone: in
         direct_cpu, through_cpu = [await _cpu_us(found, ask, rounds) for ask in (direct, through)]
         direct_s, through_s = [await _alone_s(ask, alone) for ask in (direct, through)]
     return [
-        figure("stream", f"CPU a token added, {CONCURRENT} at once", through_cpu - direct_cpu, "us", direct_cpu, "engine"),
-        figure("stream", "reply alone, added a token", (through_s - direct_s) / tokens * 1e6, "us", direct_s / tokens * 1e6, "engine"),
+        figure(
+            "stream", f"CPU a token added, {CONCURRENT} at once", through_cpu - direct_cpu, "us", direct_cpu, "engine"
+        ),
+        figure(
+            "stream",
+            "reply alone, added a token",
+            (through_s - direct_s) / tokens * 1e6,
+            "us",
+            direct_s / tokens * 1e6,
+            "engine",
+        ),
         figure("stream", f"reply of {tokens} tokens alone", through_s * 1e3, "ms", direct_s * 1e3, "engine"),
     ]
 

@@ -34,7 +34,9 @@ ROUND_S = 20.0
 """No watcher needs longer, or something is broken."""
 
 
-async def measure(folder: Path, *, watchers: Sequence[int] = (1, 50), events: int = 60, workers: int = 16) -> list[Figure]:
+async def measure(
+    folder: Path, *, watchers: Sequence[int] = (1, 50), events: int = 60, workers: int = 16
+) -> list[Figure]:
     """Milliseconds, 50th and 99th percentile over all watchers and events."""
     job, path = job_in(folder, workers)
     supervisor = Supervisor(job, path)
@@ -99,7 +101,9 @@ async def _tables(
             all_seen.clear()
             missing.update(range(len(buses)))
             wanted, begun = version, time.perf_counter()
-            await trainer.publish_durable(subject_of(job.job.name, event), encode(event), msg_id=message_id(event) or "")
+            await trainer.publish_durable(
+                subject_of(job.job.name, event), encode(event), msg_id=message_id(event) or ""
+            )
             async with asyncio.timeout(ROUND_S):
                 await all_seen.wait()
             if number == 0:

@@ -92,7 +92,11 @@ def _print_figures(figures: Sequence[Figure]) -> None:
             "" if each.benchmark == before else each.benchmark,
             each.case,
             f"{each.value:,.3g} {each.unit}" if abs(each.value) < 1000 else f"{each.value:,.0f} {each.unit}",
-            "" if each.reference is None else f"{each.reference:,.3g}" if each.reference < 1000 else f"{each.reference:,.0f}",
+            ""
+            if each.reference is None
+            else f"{each.reference:,.3g}"
+            if each.reference < 1000
+            else f"{each.reference:,.0f}",
             "" if each.ratio is None else f"{each.ratio:.2f} x",
             each.reference_is,
             each.target,

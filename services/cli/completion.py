@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 
 from services.cli.parser import build_parser
-
 
 
 class Option(msgspec.Struct, frozen=True):
@@ -32,10 +32,11 @@ class Command(msgspec.Struct, frozen=True):
 
 def commands(parser: argparse.ArgumentParser) -> tuple[Command, ...]:
     """Every subcommand, in order."""
-    for action in parser._actions:  # pyright: ignore[reportPrivateUsage] - argparse has no other way
-        if isinstance(action, argparse._SubParsersAction):  # pyright: ignore[reportPrivateUsage]
-            helps = {each.dest: each.help or "" for each in action._choices_actions}  # pyright: ignore[reportPrivateUsage]
-            return tuple(_command(name, str(helps.get(name, "")), sub) for name, sub in action.choices.items())
+    untyped: Any = parser  # argparse describes itself in private attributes only
+    for action in untyped._actions:
+        if hasattr(action, "_choices_actions"):  # the subcommands
+            helps: dict[str, str] = {each.dest: each.help or "" for each in action._choices_actions}
+            return tuple(_command(name, helps.get(name, ""), sub) for name, sub in action.choices.items())
     raise AssertionError("the parser has subcommands")
 
 
@@ -72,12 +73,19 @@ def bash(found: Iterable[Command]) -> str:
                 continue
             pattern = "|".join(f"{command.name}:{flag}" for flag in option.flags)
             # Without words, bash completes file names (-o default).
-            lines.append(f'    {pattern}) COMPREPLY=($(compgen -W "{" ".join(option.choices)}" -- "$current")); return;;')
+            lines.append(
+                f'    {pattern}) COMPREPLY=($(compgen -W "{" ".join(option.choices)}" -- "$current")); return;;'
+            )
     lines += ["  esac", '  case "${COMP_WORDS[1]}" in']
     for command in found:
         flags = " ".join(flag for option in command.options for flag in option.flags)
         lines.append(f'    {command.name}) words="{" ".join((*command.words, flags))}";;')
-    lines += ["  esac", '  COMPREPLY=($(compgen -W "$words" -- "$current"))', "}", "complete -o default -F _pearl pearl"]
+    lines += [
+        "  esac",
+        '  COMPREPLY=($(compgen -W "$words" -- "$current"))',
+        "}",
+        "complete -o default -F _pearl pearl",
+    ]
     return "\n".join(lines) + "\n"
 
 
