@@ -29,7 +29,7 @@ class _Plain(nn.Module):
         self.layers = nn.ParameterList(nn.Parameter(torch.rand(side, side)) for _ in range(tensors))
 
 
-def measure(folder: Path, *, mebibytes: int = 128, repeats: int = 3) -> list[Figure]:
+def measure(folder: Path, *, mebibytes: int = 256, repeats: int = 3) -> list[Figure]:
     """Bytes a second, the best of `repeats`, publish-to-apply and plain copy in turn."""
     side = 1024 if mebibytes >= 4 else 256
     model = _Plain(max(1, mebibytes * (1 << 20) // (4 * side * side)), side)
