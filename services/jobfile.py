@@ -63,7 +63,7 @@ class NodeSection(_Section, frozen=True, kw_only=True):
 
 
 class RolloutSection(_Section, frozen=True, kw_only=True):
-    engine: str = "torch"  # "torch"; "sglang" and "emulated" follow
+    engine: str = "torch"  # "torch", or "emulated" (no model: see [emulation]); "sglang" follows
     gpus_per_worker: PositiveInt = 1  # tensor-parallel degree; a node's GPUs make whole workers
     max_running: PositiveInt = 64  # requests decoded together in one worker; more wait in it
     kv_cache_tokens: PositiveInt = 65536  # KV cache of one worker
@@ -76,6 +76,7 @@ class RolloutSection(_Section, frozen=True, kw_only=True):
     update_pause: str = "in_place"  # at a weight update: "in_place" keeps the KV cache, "retract" recomputes it
     heartbeat_ms: PositiveInt = 250
     threads: PositiveInt = 1  # torch threads of a worker process
+    workers_per_process: PositiveInt = 1  # emulated engine: so many workers share a process; 1: each has its own
 
 
 class PipelineSection(_Section, frozen=True, kw_only=True):
@@ -96,7 +97,16 @@ class PipelineSection(_Section, frozen=True, kw_only=True):
     evaluate_episodes: PositiveInt = 64
 
 
+class EmulationSection(_Section, frozen=True, kw_only=True):
+    """Engine and trainer "emulated": they wait as this hardware would."""
+
+    hardware: str = "h800-qwen3-8b"  # a built-in description, or a JSON file of that form (services/timing/hardware.py)
+    time_scale: PositiveFloat = 1.0  # emulated seconds per second; scale environment and feed alike
+    train_s: NonNegativeFloat = 0.0  # emulated seconds of a train step; 0: the description's, for the batch's size
+
+
 class TrainingSection(_Section, frozen=True, kw_only=True):
+    engine: str = "torch"  # "torch", or "emulated": the same messages and checkpoints, nothing is computed
     ranks: PositiveInt = 1  # FSDP2 processes; one a training GPU on a cluster
     lr: PositiveFloat = 3e-3  # constant after warm-up; fits the built-in tiny model, real models want about 1e-6
     warmup_steps: NonNegativeInt = 0
@@ -118,6 +128,7 @@ class EnvironmentSection(_Section, frozen=True, kw_only=True):
     )
     options: dict[str, object] = {}  # keyword arguments of the environment
     timeout_s: PositiveFloat = 300.0  # a call of the environment that takes longer fails its episode
+    time_scale: PositiveFloat = 1.0  # given to environments that take it: seconds of theirs per second
 
 
 class AgentSection(_Section, frozen=True, kw_only=True):
@@ -171,6 +182,7 @@ class JobFile(_Section, frozen=True, kw_only=True):
     nodes: tuple[NodeSection, ...] = ()
     rollout: RolloutSection = RolloutSection()
     pipeline: PipelineSection = PipelineSection()
+    emulation: EmulationSection = EmulationSection()
     training: TrainingSection = TrainingSection()
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()

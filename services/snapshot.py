@@ -83,6 +83,19 @@ def write_snapshot(
     """
     from services.models.files import save_weights  # torch: only the trainer needs it here
 
+    def fill(draft: Path) -> None:
+        save_weights(state, draft)
+        for name in COPIED:
+            if (Path(config_dir) / name).is_file():
+                shutil.copyfile(Path(config_dir) / name, draft / name)
+        if not (draft / "config.json").is_file():
+            raise SnapshotError(f"{config_dir}: no config.json to go with the weights")
+
+    return write_folder(fill, root, version, keep=keep)
+
+
+def write_folder(fill: Callable[[Path], None], root: str | Path, version: int, *, keep: int = 4) -> Snapshot:
+    """`write_snapshot` of whatever files `fill` puts into the folder it is given."""
     assert keep >= 1
     base = Path(root).absolute()
     base.mkdir(parents=True, exist_ok=True)
@@ -90,12 +103,7 @@ def write_snapshot(
         shutil.rmtree(stale, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=base))
     try:
-        save_weights(state, draft)
-        for name in COPIED:
-            if (Path(config_dir) / name).is_file():
-                shutil.copyfile(Path(config_dir) / name, draft / name)
-        if not (draft / "config.json").is_file():
-            raise SnapshotError(f"{config_dir}: no config.json to go with the weights")
+        fill(draft)
         entries = tuple(_entry(file) for file in sorted(draft.iterdir()))
         manifest = msgspec.json.encode(Manifest(version, entries))
         (draft / MANIFEST).write_bytes(manifest)
@@ -134,6 +142,15 @@ def verify(directory: str | Path, manifest_sha256: str) -> Manifest:
         if problem:
             raise SnapshotError(f"{base / entry.name}: {problem}")
     return manifest
+
+
+def version_of(directory: str | Path) -> int:
+    """The version that a snapshot folder says it is; its content is not looked at. Raises SnapshotError."""
+    file = Path(directory) / MANIFEST
+    try:
+        return msgspec.json.decode(_read(file), type=Manifest).version
+    except msgspec.MsgspecError as error:
+        raise SnapshotError(f"{file}: {error}") from error
 
 
 def fetch(uri: str, cache_dir: str | Path, manifest_sha256: str, *, retry_s: float = RETRY_S) -> Path:

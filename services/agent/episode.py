@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import sys
 import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
@@ -161,6 +162,10 @@ class Episode:
         try:
             if records and not environment.replayable:
                 raise _EpisodeFailedError("its agent died, and the environment cannot be replayed")
+            if hasattr(environment, "sample_seed"):
+                await self._call(
+                    "take a sample seed", _made(lambda: setattr(environment, "sample_seed", self._task.sample_seed))
+                )
             observation = await self._call("reset", environment.reset(self._task.task_seed))
             for turn in range(self._config.max_turns):
                 prompt_new = await self._call("be tokenized", _made(lambda: self._tokenizer.encode(observation)))  # noqa: B023
@@ -176,7 +181,8 @@ class Episode:
                             f"first prompt of {len(self._context)} tokens, pipeline.max_context_tokens = "
                             f"{self._config.max_context_tokens}"
                         )
-                    result = await self._turn(environment, turn, prompt_new, min(room, self._config.max_new_tokens))
+                    most = min(room, self._config.max_new_tokens, await self._longest(environment))
+                    result = await self._turn(environment, turn, prompt_new, most)
                 if result.done:
                     return ("truncated", "environment") if result.truncated else ("completed", "")
                 observation = result.observation
@@ -184,6 +190,15 @@ class Episode:
         finally:
             with contextlib.suppress(_EpisodeFailedError):  # the episode's result stands
                 await self._call("close", environment.close())
+
+    async def _longest(self, environment: Environment) -> int:
+        """What the environment lets the coming reply have."""
+        longest = await self._call(
+            "limit the reply", _made(lambda: getattr(environment, "max_new_tokens", sys.maxsize))
+        )
+        if not isinstance(longest, int) or longest < 1:
+            raise _EpisodeFailedError(f"environment has max_new_tokens = {longest!r}; a reply has at least one token")
+        return longest
 
     async def _replay(
         self, environment: Environment, turn: int, prompt_new: list[int], seq: int, record: TurnFinished

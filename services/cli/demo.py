@@ -6,16 +6,15 @@ import argparse
 import asyncio
 import contextlib
 import os
-import re
 import shutil
 import signal
 import sys
 import time
 from collections.abc import Mapping
-from importlib import resources
 from pathlib import Path
 
 from services import jobfile
+from services.cli import demo_jobs
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
@@ -51,10 +50,29 @@ def run(arguments: argparse.Namespace) -> int:
 def prepare(arguments: argparse.Namespace) -> Path:
     """Make a fresh run folder with its job file; earlier demos' files are left alone, the oldest deleted."""
     changes = {} if arguments.steps is None else {"train_steps": str(arguments.steps)}
-    return new_run(Path(arguments.data_dir), seed=arguments.seed, port=arguments.port, changes=changes)
+    if arguments.workers is not None and arguments.engine != "emulated":
+        raise ConfigError(
+            f"--workers {arguments.workers}: only with --engine emulated; a demo with real models has few workers"
+        )
+    return new_run(
+        Path(arguments.data_dir),
+        seed=arguments.seed,
+        port=arguments.port,
+        changes=changes,
+        engine=arguments.engine,
+        workers=arguments.workers,
+    )
 
 
-def new_run(data_dir: Path, *, seed: int, changes: Mapping[str, str], port: int = 0) -> Path:
+def new_run(
+    data_dir: Path,
+    *,
+    seed: int,
+    changes: Mapping[str, str],
+    port: int = 0,
+    engine: str = "torch",
+    workers: int | None = None,
+) -> Path:
     """The job file of a fresh run below `data_dir`: the demo's, with these keys' values (as TOML) changed. Raises ConfigError."""
     data_dir = data_dir.resolve()
     name = time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid())
@@ -66,12 +84,14 @@ def new_run(data_dir: Path, *, seed: int, changes: Mapping[str, str], port: int 
     for old in sorted(data_dir.glob("demo-*"), key=lambda each: each.stat().st_mtime)[: -KEEP_RUNS - 1]:
         if not _alive(old):
             shutil.rmtree(old, ignore_errors=True)
-    text = resources.files("services.cli").joinpath("demo.toml").read_text(encoding="utf-8")
+    text = demo_jobs.template(engine)
+    if workers is not None:
+        text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
     text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {seed}\n', 1)
     text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
-    for key, value in changes.items():
-        text, count = re.subn(rf"(?m)^{key} = .*$", f"{key} = {value}", text)
-        assert count == 1, f"the demo's job file has {count} lines of {key}"
+    text = demo_jobs.changed(text, changes)
+    if engine == "emulated":
+        text = demo_jobs.with_profile(text, run_dir)
     path = run_dir / RUN_FILE
     path.write_text(text, encoding="utf-8")
     return path

@@ -22,7 +22,13 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--seed", type=int, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
-    demo.add_argument("--engine", choices=("torch",), default="torch", help="what generates tokens")
+    demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
+    demo.add_argument(
+        "--workers",
+        type=_positive,
+        default=None,
+        help="emulated only: rollout workers, half of them overlap (default: 16)",
+    )
     demo.add_argument("--steps", type=_positive, default=None, help="train steps (default: the demo job's)")
     demo.add_argument("--data-dir", default=".pearl", help="where the run leaves its files (default: .pearl)")
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")

@@ -3,6 +3,9 @@
 An environment is token-level text in, text out. It must be *replayable* for an episode to resume after its
 agent died: `reset` with the same task seed and the same actions must lead to the same observations.
 Environments that cannot (say they change the world) set `replayable = False`; their episodes restart.
+
+An environment may have two attributes more. `sample_seed`: set before `reset`, other for each member of a group (which share
+the task seed). `max_new_tokens`: the longest reply that the coming turn may have, within `pipeline.max_new_tokens`.
 """
 
 from __future__ import annotations

@@ -18,9 +18,14 @@ from services.runtime.foreign import ForeignError, foreign_code
 
 
 def environment_factory(job: JobFile) -> Callable[[], Environment]:
-    """What makes one environment an episode, from `environment.entry` and `environment.options`. Raises ConfigError."""
+    """What makes one environment an episode, from `environment.entry` and `environment.options`. Raises ConfigError.
+
+    One whose constructor names `time_scale` is given `environment.time_scale`.
+    """
     entry, options = job.environment.entry, job.environment.options
     cls = load_class(entry, "environment.entry")
+    if "time_scale" in inspect.signature(cls).parameters:
+        options = {"time_scale": job.environment.time_scale, **options}
     _check_members(cls, ("replayable", "reset", "step", "close"), entry, "environment.entry")
     _check_options(cls, options, entry)
 

@@ -42,7 +42,7 @@ from messages.subjects import node_of
 from messages.toggle_manager import TrainerReady, TrainerReleased
 from pearl_state.invariants import check
 from pearl_state.model import Move, Pair, PlanRecord, RoleTable, Row, change, with_rows
-from pearl_state.peers import Fact, wrong_fact, wrong_version, wrong_weights
+from pearl_state.peers import Fact, wrong_budget, wrong_fact, wrong_version, wrong_weights
 from services.orchestrator import core_lending as lending
 from services.orchestrator import core_plans as plans
 from services.orchestrator.config import Config
@@ -203,7 +203,9 @@ class OrchestratorCore:
                 Note("target_stale", f"target {target.decision_id} is not newer than {old.decision_id}", "debug")
             )
             return table
-        problem = self._senseless(table, target)
+        problem = self._senseless(table, target) or wrong_budget(
+            target.budget_id, None if old is None else old.budget_id
+        )
         if problem:
             notes.append(Refuse(f"target {target.decision_id}: {problem}"))
             return table

@@ -10,8 +10,6 @@ A fraction of a GPU is rounded down. What cannot be understood is a `TraceError`
 
 from __future__ import annotations
 
-import csv
-import io
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,11 +17,11 @@ from typing import Final
 
 import msgspec
 
+from services import csvtable
 from services.jobfile import ConfigError
 
 BUILT_IN: Final = ("bamboo-segment1", "bamboo-segment2", "bamboo-segment3")
 """Two-hour segments of real spot availability; source and licence in `traces/LICENSE.md`."""
-MOST_ROWS: Final = 1_000_000
 MOST_GPUS: Final = 10_000_000
 MOST_SECONDS: Final = 1e9
 
@@ -82,8 +80,7 @@ def load(name: str) -> Trace:
 
 def parse(text: str, name: str = "trace") -> Trace:
     """Either format, told by its columns. Raises TraceError."""
-    lines = text.removeprefix("\ufeff").replace("\r\n", "\n").replace("\r", "\n")
-    rows = _records(lines, name)
+    rows = csvtable.records(text, name, TraceError)
     header = next(rows, None)
     if header is None:
         raise TraceError(
@@ -99,19 +96,6 @@ def parse(text: str, name: str = "trace") -> Trace:
         f"{name}: line {line}: columns {', '.join(columns)[:120]!r} are neither time_s,available_gpus "
         "nor time_s,event,instance_id,gpus"
     )
-
-
-def _records(text: str, name: str) -> Iterator[tuple[int, list[str]]]:
-    """Line numbers and cells of what is neither blank nor a comment."""
-    reader = csv.reader(io.StringIO(text))
-    try:
-        for cells in reader:
-            if reader.line_num > MOST_ROWS:
-                raise TraceError(f"{name}: line {reader.line_num}: more than {MOST_ROWS} lines")
-            if any(cell.strip() for cell in cells) and not cells[0].lstrip().startswith("#"):
-                yield reader.line_num, cells
-    except csv.Error as error:
-        raise TraceError(f"{name}: line {reader.line_num}: {error}") from error
 
 
 def _timed(rows: Iterator[tuple[int, list[str]]], columns: list[str], name: str) -> list[_Row]:
@@ -178,13 +162,7 @@ def _steps(counts: list[Step]) -> tuple[Step, ...]:
 
 
 def _number(cell: str, column: str, line: int, name: str) -> float:
-    try:
-        value = float(cell)
-    except ValueError:
-        raise TraceError(f"{name}: line {line}: {column} {cell[:40]!r} is not a number") from None
-    if not math.isfinite(value):
-        raise TraceError(f"{name}: line {line}: {column} {cell[:40]!r} is not finite")
-    return value
+    return csvtable.number(cell, column, line, name, TraceError)
 
 
 def _gpus(cell: str, column: str, line: int, name: str) -> int:

@@ -7,9 +7,9 @@ from typing import Final
 import msgspec
 
 from messages.ids import WorkerId, Zone
-from services.jobfile import ConfigError, JobFile, RolloutSection, rollout_slots
+from services.jobfile import ConfigError, EmulationSection, JobFile, RolloutSection, rollout_slots
 
-ENGINES: Final = ("torch",)
+ENGINES: Final = ("torch", "emulated")
 LIVENESS_MS: Final = 1000
 """A request without tokens for so long gets an empty chunk: its edge takes `agent.silence_ms` of nothing for death."""
 
@@ -19,6 +19,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     rollout: RolloutSection
+    emulation: EmulationSection
     device: str
     address: str  # of the node
     attempts_dir: str
@@ -43,6 +44,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         return cls(
             job=job.job.name,
             rollout=job.rollout,
+            emulation=job.emulation,
             device=job.model.device,
             address=next((each.address for each in job.nodes if each.name == node), "127.0.0.1"),
             attempts_dir=str(job.run_dir / "attempts"),

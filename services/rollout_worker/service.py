@@ -504,7 +504,10 @@ async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int
     """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
     began = time.monotonic()
     config = Config.of(job, node_of(worker))
-    engine = make_engine(config.rollout, config.device, config.address)
+    age_s = time.time() - psutil.Process().create_time()
+    engine = make_engine(
+        config.rollout, config.device, config.address, emulation=config.emulation, age_s=max(0.0, age_s)
+    )
     bus = await connect(job, "rollout_worker")
     try:
         process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)

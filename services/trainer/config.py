@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
-from services.jobfile import JobFile
+from services.jobfile import ConfigError, JobFile
+
+ENGINES: Final = ("torch", "emulated")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """One frozen configuration for all ranks."""
 
+    engine: str  # "torch" | "emulated"
     seed: int
     ranks: int
     device: str
@@ -46,9 +50,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def of(job: JobFile) -> Config:
-        """The configuration of a job."""
+        """The configuration of a job. Raises ConfigError."""
         training = job.training
+        if training.engine not in ENGINES:
+            raise ConfigError(f"training.engine = {training.engine!r}: there is {', '.join(ENGINES)}")
+        if training.engine == "torch" and job.rollout.engine == "emulated":
+            raise ConfigError('training.engine = "torch" needs the tokens of a model: set rollout.engine = "torch" too')
+        if training.engine == "emulated" and job.rollout.engine != "emulated":
+            raise ConfigError('training.engine = "emulated" makes no weights: set rollout.engine = "emulated" too')
         return Config(
+            engine=training.engine,
             seed=job.job.seed,
             ranks=training.ranks,
             device=job.model.device,

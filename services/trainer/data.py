@@ -10,14 +10,11 @@ import torch
 from torch import Tensor
 
 from messages.agent import TurnFinished
-from messages.pipeline_scheduler import BatchItem, BatchReady
+from messages.pipeline_scheduler import BatchReady
+from services.trainer.turns import checked
 
 NO_VERSION = -1
 """In `Batch.versions`, where a token is not the policy's own."""
-
-
-class UnusableBatchError(Exception):
-    """The journal does not hold what the batch's description refers to; the message names trajectory and sequence."""
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -50,14 +47,8 @@ class _Row(NamedTuple):
 
 
 def build(ready: BatchReady, records: Mapping[int, TurnFinished]) -> Batch:
-    """Concatenate each trajectory's turns; `records` maps journal sequences to turns. Raises UnusableBatchError.
-
-    Every reference must be there, in turn order, of the right trajectory; every reply token must have a log-probability
-    and a version, none newer than the version that the batch trains.
-    """
-    rows = [_row(item, records, ready.batch) for item in ready.items]
-    if not any(any(row.own) for row in rows):
-        raise UnusableBatchError(f"batch {ready.batch}: none of its {len(rows)} trajectories has a reply token")
+    """Concatenate each trajectory's turns; `records` maps journal sequences to turns. Raises UnusableBatchError."""
+    rows = [_row(turns) for turns in checked(ready, records)]
     length = max(len(row.ids) for row in rows)
     tokens = torch.zeros(len(rows), length, dtype=torch.int64)
     mask, behaviour = torch.zeros(len(rows), length), torch.zeros(len(rows), length)
@@ -79,38 +70,16 @@ def build(ready: BatchReady, records: Mapping[int, TurnFinished]) -> Batch:
     )
 
 
-def _row(item: BatchItem, records: Mapping[int, TurnFinished], batch: int) -> _Row:
+def _row(turns: list[TurnFinished]) -> _Row:
     row = _Row([], [], [], [])
-    for turn, seq in enumerate(item.journal):
-        where = f"batch {batch}, {item.trajectory}, turn {turn}, journal sequence {seq}"
-        record = records.get(seq)
-        if record is None:
-            raise UnusableBatchError(f"{where}: missing from the journal (purged, or never written)")
-        if record.trajectory != item.trajectory or record.turn != turn:
-            raise UnusableBatchError(f"{where}: holds turn {record.turn} of {record.trajectory}")
+    for record in turns:
         new, reply = record.prompt_new, record.reply
-        if len(reply) != len(record.logprobs):
-            raise UnusableBatchError(f"{where}: {len(reply)} reply tokens but {len(record.logprobs)} log-probabilities")
-        if turn == 0 and not new:
-            raise UnusableBatchError(f"{where}: the first turn has no prompt")
         row.ids.extend((*new, *reply))
         row.own.extend([0.0] * len(new) + [1.0] * len(reply))
         row.logprobs.extend([0.0] * len(new) + record.logprobs)
-        row.versions.extend([NO_VERSION] * len(new) + _versions(record, batch, where))
+        row.versions.extend([NO_VERSION] * len(new))
+        for span in record.spans:
+            row.versions.extend([int(span.version)] * (span.end - span.start))
     if not row.ids:  # ended before its first turn: it counts in its group's rewards, and has nothing to train on
         return _Row([0], [0.0], [0.0], [NO_VERSION])
     return row
-
-
-def _versions(record: TurnFinished, batch: int, where: str) -> list[int]:
-    """The version of each reply token. The spans must tile the reply."""
-    versions: list[int] = []
-    for span in record.spans:
-        if span.start != len(versions) or span.end < span.start:
-            break
-        versions += [int(span.version)] * (span.end - span.start)
-    if len(versions) != len(record.reply):
-        raise UnusableBatchError(f"{where}: its version spans {record.spans} do not cover {len(record.reply)} tokens")
-    if versions and max(versions) > batch:
-        raise UnusableBatchError(f"{where}: has tokens of version {max(versions)}, newer than the batch may have")
-    return versions

@@ -24,7 +24,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
 
-import msgspec
 import psutil
 import torch
 import torch.distributed as dist
@@ -38,23 +37,13 @@ from services.models.config import ModelConfig
 from services.models.decoder import Decoder
 from services.models.files import load_weights
 from services.snapshot import Snapshot, find_snapshot, write_snapshot
-from services.trainer import grpo, torch_checkpoint
+from services.trainer import checkpoints, grpo, torch_checkpoint
+from services.trainer.checkpoints import CheckpointMeta
 from services.trainer.config import Config
 from services.trainer.data import Batch
 
-META: Final = "pearl.json"
-"""Written last into a checkpoint; names what it is."""
-KEEP_CHECKPOINTS: Final = 2
-"""The newest, from which a restart goes on, and the one before it, for people."""
 _NEVER: Final = timedelta(days=365)
 """Ranks wait for orders as long as rollout takes. A rank that died is noticed by their launcher, not by a timeout."""
-
-
-class CheckpointMeta(msgspec.Struct, frozen=True):
-    """Beside the tensors: which version they are, and what to say of the step that made it."""
-
-    version: int
-    finished: StepFinished
 
 
 def join_ranks(config: Config) -> tuple[int, torch.device]:
@@ -221,7 +210,7 @@ class Learner:
     def checkpoint(self) -> None:
         """Write parameters and optimiser of this version, complete or not at all; prune old ones."""
         assert self.finished is not None and self.resident, "only a trained version is worth a checkpoint"
-        target = self.config.checkpoints / f"v{self.version:08d}"
+        target = checkpoints.folder_of(self.config.checkpoints, self.version)
         draft = target.with_suffix(".part")
         if self.rank == 0:
             shutil.rmtree(draft, ignore_errors=True)
@@ -229,15 +218,7 @@ class Learner:
         dist.barrier()
         torch_checkpoint.save(self._model, self._optimizer, draft)
         if self.rank == 0:
-            with (draft / META).open("wb") as file:
-                file.write(msgspec.json.encode(CheckpointMeta(self.version, self.finished)))
-                file.flush()
-                os.fsync(file.fileno())
-            shutil.rmtree(target, ignore_errors=True)
-            draft.rename(target)
-            _sync_folder(target.parent)
-            for old in complete_checkpoints(self.config.checkpoints)[:-KEEP_CHECKPOINTS]:
-                shutil.rmtree(old, ignore_errors=True)
+            checkpoints.commit(draft, target, CheckpointMeta(self.version, self.finished))
         dist.barrier()
 
     def restore(self) -> bool:
@@ -245,12 +226,12 @@ class Learner:
 
         Its tensors are loaded now if memory for them is held, else with `acquire`.
         """
-        found = complete_checkpoints(self.config.checkpoints)
-        if not found:
+        found = checkpoints.newest(self.config.checkpoints)
+        if found is None:
             return False
-        meta = msgspec.json.decode((found[-1] / META).read_bytes(), type=CheckpointMeta)
+        folder, meta = found
         if self.resident:
-            torch_checkpoint.load(self._model, self._optimizer, found[-1])
+            torch_checkpoint.load(self._model, self._optimizer, folder)
         self.version, self.finished = meta.version, meta.finished
         return True
 
@@ -316,21 +297,8 @@ class Learner:
         return int(psutil.Process().memory_info().rss)
 
 
-def complete_checkpoints(folder: Path) -> list[Path]:
-    """Checkpoints that were finished, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"v[0-9]*/{META}") if path.parent.suffix == "")
-
-
 def _whole(tensor: Tensor) -> Tensor:
     """A sharded tensor gathered; collective."""
     from torch.distributed.tensor import DTensor
 
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

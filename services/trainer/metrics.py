@@ -18,12 +18,14 @@ BOARD: Final = ("reward_mean", "reward_std", "loss", "grad_norm", "train_s", "ze
 class Metrics:
     """`train.jsonl` and the TensorBoard folder `tb`, one line and one point a train step, each step once."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, board: bool = True) -> None:
+        """`board` False: JSON lines only, and nothing of torch is imported."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "train.jsonl"
         self._newest = _newest_batch(path)
         self._file = path.open("a", encoding="utf-8")
         self._folder = folder
+        self._wanted = board
         self._board: Any = None  # a SummaryWriter, made late since importing it takes a second
 
     def write(self, step: StepFinished) -> None:
@@ -35,7 +37,7 @@ class Metrics:
         values |= values.pop("metrics")
         self._file.write(json.dumps(values) + "\n")
         self._file.flush()
-        if self._board is None:
+        if self._board is None and self._wanted:
             with contextlib.suppress(ImportError):
                 from torch.utils.tensorboard import SummaryWriter
 

@@ -17,8 +17,9 @@ import base64
 import contextlib
 import secrets
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, Protocol
 
 import msgspec
 
@@ -36,6 +37,7 @@ from services.runtime.log import get_logger
 from services.trainer.config import Config
 from services.trainer.launch import keep_ranks
 from services.trainer.metrics import Metrics
+from services.trainer.turns import UnusableBatchError
 
 PUBLISH_RETRY_S: Final = 0.5
 DEAD_BYTES: Final = 1024
@@ -47,7 +49,7 @@ log = get_logger("trainer")
 
 async def serve(job: JobFile, stop: asyncio.Event, job_path: Path) -> None:
     """Serve until `stop`, with all ranks. Raises RanksFailedError, ConfigError, BusUnavailable."""
-    if job.training.ranks == 1:
+    if job.training.ranks == 1 or job.training.engine == "emulated":
         await serve_ranks(job, stop)
         return
     await keep_ranks(job_path, job.training.ranks, stop)
@@ -62,18 +64,45 @@ async def serve_ranks(job: JobFile, stop: asyncio.Event) -> None:
         await bus.close()
 
 
+class Group(Protocol):
+    """All ranks as the service sees them."""
+
+    @property
+    def learner(self) -> Any:
+        """Rank 0's `Learner`, or what stands in for one."""
+        ...
+
+    async def call(self, method: str, *arguments: Any) -> Any:
+        """Run one of its methods on all ranks; rank 0's result."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+Build = Callable[[BatchReady, Mapping[int, TurnFinished]], Any]
+"""From a batch's description and its turns to what `train` takes. Raises UnusableBatchError."""
+
+
+def _parts(job: JobFile, config: Config) -> tuple[Group, Build]:
+    if config.engine == "emulated":
+        from services.trainer import emulated
+
+        return emulated.EmulatedGroup(job), emulated.build
+    from services.models.files import initial_model  # torch: this module must import without it
+    from services.trainer import data, ranks
+
+    return ranks.Group(config, initial_model(job)), data.build
+
+
 class Trainer:
     """Rank 0 and its command loop."""
 
     def __init__(self, job: JobFile, bus: Bus) -> None:
-        from services.models.files import initial_model  # torch: this module must import without it
-        from services.trainer.ranks import Group
-
         self._name = job.job.name
         self._config = Config.of(job)
         self._bus = bus
-        self._group = Group(self._config, initial_model(job))
-        self._metrics = Metrics(self._config.metrics)
+        self._group, self._build = _parts(job, self._config)
+        self._metrics = Metrics(self._config.metrics, board=self._config.engine == "torch")
         self._announced: WeightsPublished | None = None
         self._released: TrainerReleased | None = None  # the answer to the newest release, while it holds
         self._command: Command | None = None  # the one being obeyed, or next
@@ -173,8 +202,6 @@ class Trainer:
     # ---- a train step ----
 
     async def _train(self, command: TrainerResume) -> None:
-        from services.trainer.data import UnusableBatchError, build
-
         number = command.batch
         begun = time.monotonic()
         ready = await self._batch_ready(number)
@@ -183,7 +210,7 @@ class Trainer:
             return
         records = await self._journal(ready)
         try:
-            batch = await asyncio.to_thread(build, ready, records)
+            batch = await asyncio.to_thread(self._build, ready, records)
         except UnusableBatchError as error:
             log.error(str(error), action="trainer.refused")
             return

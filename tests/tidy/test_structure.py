@@ -21,14 +21,15 @@ PURE = sorted(
         ROOT / "services/decision_engine/makespan.py",
         ROOT / "services/pipeline_scheduler/batches.py",
         ROOT / "services/preemption_feed/schedule.py",
+        *(ROOT / "services/timing" / name for name in ("hardware.py", "prefix_cache.py", "engine.py")),
         ROOT / "services/rollout_worker/engines/kv_protocol.py",
         *(path for path in (ROOT / "messages").glob("*.py")),
     }
 )
 IMPURE_MODULES = {"asyncio", "nats", "torch", "time", "random", "logging", "os", "subprocess", "socket", "threading"}
-LIBRARIES = {"runtime", "models", "environments"}
+LIBRARIES = {"runtime", "models", "environments", "timing"}
 """Folders of services/ that any service may import: they are libraries, not actors."""
-SHARED_FILES = {"jobfile", "connect", "durable", "snapshot", "profile"}
+SHARED_FILES = {"csvtable", "jobfile", "connect", "durable", "snapshot", "profile"}
 READERS = {"bench", "cli", "monitor", "supervisor", "simulator", "checker"}
 """May import other services: they put the system together, or show it."""
 

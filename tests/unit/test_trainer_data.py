@@ -8,7 +8,8 @@ import pytest
 from messages.agent import TurnFinished, VersionSpan
 from messages.ids import GroupId, PolicyVersion, RequestId, TrajectoryId, WorkerId
 from messages.pipeline_scheduler import BatchItem, BatchReady
-from services.trainer.data import NO_VERSION, UnusableBatchError, build
+from services.trainer.data import NO_VERSION, build
+from services.trainer.turns import UnusableBatchError
 
 
 def turn(trajectory: str, number: int, new: list[int], reply: list[int], spans: tuple[tuple[int, int, int], ...]):

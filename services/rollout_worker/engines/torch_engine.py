@@ -35,15 +35,14 @@ from services.models import Decoder, ModelConfig, read_weights
 from services.models.files import apply_weights
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.batching import Batcher, Reply
+from services.rollout_worker.engines.ends import end_of, finish_of
 from services.rollout_worker.engines.kv_cache import BLOCK, TRASH, BlockPool, KvCache, PagedAttention
 from services.rollout_worker.engines.kv_protocol import (
     SEND_BODY,
-    Broken,
     First,
     Hello,
     Pages,
     ProtocolError,
-    Refused,
     digest,
 )
 from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
@@ -170,7 +169,7 @@ class TorchEngine:
 
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Tokens, None]:
         refusal = self._refusal(spec)
-        at_once = refusal or _finish_of(spec.prefix, spec.max_new_tokens, frozenset(spec.stop_ids))
+        at_once = refusal or finish_of(spec)
         if at_once:
             finish = "refused" if refusal else at_once
             yield Tokens(
@@ -196,7 +195,7 @@ class TorchEngine:
             if last is None or not last.finish or role is Role.PREFILL:
                 self._post(lambda: self._cancel(number))
             if role is Role.PREFILL:
-                self._prefill_side.leave(number, _end_of(last))
+                self._prefill_side.leave(number, end_of(last))
 
     async def abort(self, request: str | None = None) -> int:
         count = 0
@@ -337,7 +336,7 @@ class TorchEngine:
                 reason=reason,
             )
             stream.put(last)
-            self._prefill_side.leave(number, _end_of(last))
+            self._prefill_side.leave(number, end_of(last))
 
     def _start_receiving(self, number: int, lease: int, hello: Hello) -> None:
         stream = self._streams.get(number)
@@ -778,17 +777,3 @@ class TorchEngine:
 
     def _restore(self) -> None:
         self._released = False
-
-
-def _end_of(last: Tokens | None) -> Refused | Broken:
-    """What the receiver is told at the end of a prefill engine's request, unless it has been told."""
-    if last is None or not last.finish:
-        return Broken("cancelled")
-    return Refused(last.reason) if last.finish == "refused" else Broken(last.reason or last.finish)
-
-
-def _finish_of(reply: list[int], most: int, stop_ids: frozenset[int]) -> str:
-    """How a reply with these tokens has ended, "" if it goes on."""
-    if reply and reply[-1] in stop_ids:
-        return "stop"
-    return "length" if len(reply) >= most else ""

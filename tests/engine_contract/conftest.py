@@ -1,0 +1,185 @@
+"""The engines under contract, each behind a kit that makes and looks at it. A new engine joins by a kit."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+import pytest
+
+from messages.ids import PolicyVersion, Role
+from services.jobfile import JobFile, JobSection, RolloutSection
+from services.rollout_worker.engines.base import Engine
+from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
+from services.rollout_worker.engines.kv_transfer import Limits
+from services.snapshot import write_folder
+from services.timing import hardware
+from services.timing.hardware import Value
+
+VOCAB = 40
+
+
+class Kit(Protocol):
+    """`make`: a started engine in a role; `slow`: several milliseconds a token; other options are those of [rollout]."""
+
+    name: str
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> Any: ...
+
+    def snapshot(self, version: int) -> str: ...
+
+    def bad_snapshot(self) -> str: ...
+
+    def idle(self, engine: Any) -> bool:
+        """No request, connection or memory of one is left."""
+        ...
+
+    async def stop(self) -> None: ...
+
+
+class _Made:
+    def __init__(self) -> None:
+        self._engines: list[Engine] = []
+
+    async def begin(self, engine: Any, kit: Kit, role: Role, version: int | None) -> Any:
+        self._engines.append(engine)
+        await engine.start()
+        if version is not None:
+            await engine.load_snapshot(kit.snapshot(version), PolicyVersion(version))
+        await engine.set_role(role)
+        return engine
+
+    async def stop(self) -> None:
+        for engine in self._engines:
+            await engine.stop()
+
+
+class EmulatedKit(_Made):
+    """Costs of the life cycle are zero here: their times are in tests/unit/test_emulated_engine.py."""
+
+    name = "emulated"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        nothing = Value(0.0, "test")
+        costs = ("prepare_s", "finalize_s", "activate_s", "deactivate_s", "set_role_s")
+        described = msgspec.structs.replace(hardware.load("h800-qwen3-8b"), **dict.fromkeys(costs, nothing))
+        self._hardware = msgspec.structs.replace(described, load_bytes_per_s=Value(1e18, "test"))
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> EmulatedEngine:
+        described = self._hardware
+        if slow:  # as the torch kit: prefill of 1 ms a token
+            described = msgspec.structs.replace(described, host_s=Value(4e-3, "test"))
+            curve = msgspec.structs.replace(described.linear, tokens=(1.0, 2.0), seconds=(1e-3, 2e-3))
+            described = msgspec.structs.replace(described, linear=curve)
+        engine = EmulatedEngine(
+            described, RolloutSection(**options), ScaledClock(1.0 if slow else 500.0), limits=limits or Limits()
+        )
+        return await self.begin(engine, self, role, version)
+
+    def snapshot(self, version: int) -> str:
+        return write_folder(lambda draft: _touch(draft), self._folder, version, keep=100).uri
+
+    def bad_snapshot(self) -> str:
+        return self.snapshot(7)
+
+    def idle(self, engine: Any) -> bool:
+        model, side = engine._model, engine._prefill_side
+        rooms = side.waiting or side._rooms.receivers or side._senders or side.connections
+        return not (
+            engine._replies or engine._receiving or engine._senders or model.requests() or model.cache.held or rooms
+        )
+
+
+def _touch(draft: Path) -> None:
+    (draft / "config.json").write_text("{}")
+
+
+class TorchKit(_Made):
+    """A tiny model with predictions sharp enough to tell tokens apart."""
+
+    name = "torch"
+
+    def __init__(self, folders: list[str], empty: Path) -> None:
+        super().__init__()
+        self._folders = folders
+        self._empty = empty
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> Any:
+        from services.rollout_worker.engines.torch_engine import TorchEngine
+
+        if slow:
+            options = {"pace_decode_ms": 4.0, "pace_prefill_us_per_token": 1000.0, **options}
+        engine = TorchEngine(RolloutSection(**options), "cpu", limits=limits or Limits())
+        return await self.begin(engine, self, role, version)
+
+    def snapshot(self, version: int) -> str:
+        return self._folders[version]
+
+    def bad_snapshot(self) -> str:
+        return str(self._empty)
+
+    def idle(self, engine: Any) -> bool:
+        side, pool = engine._prefill_side, engine._batcher.pool
+        rooms = side.waiting or side._rooms.receivers or side._senders or side.connections
+        requests = engine._streams or engine._receiving or engine._replies or engine._senders
+        return not (requests or rooms) and pool.available == pool.capacity
+
+
+@pytest.fixture(scope="session")
+def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    torch = pytest.importorskip("torch")
+    from services.models import Decoder, ModelConfig, initial_model, load_weights, save_weights
+
+    torch.set_num_threads(1)
+    folders: list[str] = []
+    for seed in (1, 2):
+        job = JobFile(job=JobSection(data_dir=str(tmp_path_factory.mktemp("model")), seed=seed))
+        folder = initial_model(job, VOCAB)
+        model = Decoder(ModelConfig.load(folder))
+        load_weights(model, folder)
+        state = model.state_dict()
+        state["lm_head.weight"] *= 10
+        save_weights(state, folder)
+        folders.append(str(folder))
+    return folders
+
+
+@pytest.fixture(params=["torch", "emulated"])
+async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
+    made: Any
+    if request.param == "torch":
+        made = TorchKit(request.getfixturevalue("torch_snapshots"), tmp_path)
+    else:
+        made = EmulatedKit(tmp_path / "snapshots")
+    yield made
+    async with asyncio.timeout(10):
+        await made.stop()
