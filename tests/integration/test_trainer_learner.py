@@ -16,9 +16,9 @@ from services import jobfile
 from services.jobfile import JobFile
 from services.models.files import initial_model, read_weights
 from services.snapshot import Snapshot
+from services.trainer.checkpoints import META, complete_checkpoints
 from services.trainer.config import Config
 from services.trainer.data import build
-from services.trainer.checkpoints import META, complete_checkpoints
 from services.trainer.learner import Learner
 from tests.integration.trainer_batches import BATCHES, BatchReady, job_toml, make_batch, train
 
