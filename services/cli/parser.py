@@ -20,7 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = command("demo", "demo", "train an agent on this machine while workers come and go; prints a report")
     _json(demo)
     demo.add_argument(
-        "--seed", type=int, default=0, help="of tasks, sampling, the initial model and the trace's victims"
+        "--seed", type=_seed, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
     demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
     demo.add_argument(
@@ -32,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, default=None, help="train steps (default: the demo job's)")
     demo.add_argument("--data-dir", default=".pearl", help="where the run leaves its files (default: .pearl)")
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
-    demo.add_argument("--port", type=int, default=0, help="of the embedded NATS server (default: any free port)")
+    demo.add_argument("--port", type=_port, default=0, help="of the embedded NATS server (default: any free port)")
 
     up = command("up", "up", "run all services of a job file until Ctrl-C")
     _job(up)
@@ -86,7 +86,7 @@ def build_parser() -> argparse.ArgumentParser:
         "pace: paced workers beside the makespan model (default: policies)",
     )
     _json(bench)
-    bench.add_argument("--seed", type=int, default=0, help="of tasks, sampling, model and trace victims")
+    bench.add_argument("--seed", type=_seed, default=0, help="of tasks, sampling, model and trace victims")
     bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
     bench.add_argument(
         "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
@@ -115,6 +115,20 @@ def _where(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the job file (default: that of the newest run below .pearl)",
     )
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**32 - 1}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**16 - 1}")
+    return value
 
 
 def _positive(text: str) -> int:
