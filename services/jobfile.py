@@ -266,6 +266,11 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
                 f"nodes.{node.name}: {node.gpus} GPUs are not enough for one worker of "
                 f"rollout.gpus_per_worker = {job.rollout.gpus_per_worker}"
             )
+    if job.rollout.workers_per_process > 1 and job.rollout.engine != "emulated":
+        yield (
+            f"rollout.workers_per_process = {job.rollout.workers_per_process}: only emulated workers share a process; "
+            'set it to 1, or rollout.engine = "emulated"'
+        )
     training = sum(node.gpus for node in job.nodes if node.zone is Zone.TRAINING)
     if job.nodes and training < job.training.ranks:
         yield f"training.ranks = {job.training.ranks} but the training nodes have {training} GPUs: add GPUs or lower ranks"

@@ -22,6 +22,8 @@ LEAST_WORKERS: Final = 16
 TRAJECTORIES_PER_WORKER: Final = 4
 BIG_STEPS: Final = 3
 """Train steps with more workers than `LEAST_WORKERS`, where none are asked for: each takes longer, since time is scaled less."""
+WORKERS_PER_PROCESS: Final = 16
+"""With more workers than `LEAST_WORKERS`: processes by the dozen would mostly wait for each other's start."""
 SCALE: Final = re.compile(r"(?m)^time_scale = ([0-9.]+)")
 
 
@@ -54,6 +56,7 @@ def with_workers(text: str, workers: int, steps_given: bool) -> str:
     begin = text.index('[[nodes]]\nname = "train2"')
     text = text[:begin] + text[text.index("[rollout]") :]
     text = SCALE.sub(lambda found: f"time_scale = {float(found[1]) * LEAST_WORKERS / workers:g}", text)
+    text = text.replace("[emulation]", f"workers_per_process = {WORKERS_PER_PROCESS}\n\n[emulation]", 1)
     changes = {"batch_trajectories": str(TRAJECTORIES_PER_WORKER * workers)}
     if not steps_given:
         changes["train_steps"] = str(BIG_STEPS)
