@@ -6,14 +6,19 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from services import jobfile
+from services.bench.figures import Figure
 from services.cli.demo import new_run
+from services.cli.parser import FIGURES
 from services.jobfile import ConfigError, parse_policy
 
 CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 0), (3, 1, 0), (2, 2, 0), (4, 1, 0))
@@ -24,8 +29,86 @@ PACE_TURNS = 6
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 if a run broke an invariant."""
-    return {"policies": _policies, "pace": _pace}[arguments.name](arguments)
+    """Exit 1 if a run broke an invariant. A target that a figure misses is shown, and no failure."""
+    return {"policies": _policies, "pace": _pace}.get(arguments.name, _figures)(arguments)
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from services.bench.figures import as_json, write_report
+
+    report = None if arguments.report is None else Path(arguments.report).resolve()
+    if report is not None and (not report.parent.is_dir() or report.is_file()):
+        raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    names = FIGURES if arguments.name == "all" else (arguments.name,)
+    figures = uvloop.run(_measure(names, Path(arguments.data_dir), arguments.seed))
+    if report is not None:
+        write_report(figures, report)
+    if arguments.json:
+        print(json.dumps(as_json(figures)))
+    else:
+        _print_figures(figures)
+    return 0
+
+
+async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figure]:
+    """One after the other: two at once would measure each other."""
+    from services.bench import plan, processes, router, snapshot, stream, table
+
+    figures: list[Figure] = []
+    usage: processes.Usage | None = None
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="pearl-bench-") as temporary:
+            folder = Path(temporary)
+            match name:
+                case "table":
+                    figures += await table.measure(folder)
+                case "plan":
+                    figures += await asyncio.to_thread(plan.measure, folder)
+                case "router":
+                    figures += await router.measure(folder)
+                case "stream":
+                    figures += await stream.measure(folder)
+                case "engine":
+                    from services.bench import engine  # torch, and transformers: heavy
+
+                    figures += await engine.measure(folder)
+                case "snapshot":
+                    figures += await asyncio.to_thread(snapshot.measure, folder)
+                case _:
+                    if usage is None:  # one run of a job is enough for both
+                        usage = await processes.observe(new_run(data_dir, seed=seed, changes={}, engine="emulated"))
+                    figures += (
+                        await processes.turn_figures(usage, folder)
+                        if name == "turn"
+                        else processes.memory_figures(usage)
+                    )
+    return figures
+
+
+def _print_figures(figures: Sequence[Figure]) -> None:
+    table = Table(title="figures beside their references, measured in this run", title_justify="left")
+    for column in ("", "case", "value", "reference", "ratio", "reference is", "target", ""):
+        table.add_column(column, justify="right" if column in ("value", "reference", "ratio") else "left")
+    before = ""
+    for each in figures:
+        table.add_row(
+            "" if each.benchmark == before else each.benchmark,
+            each.case,
+            f"{each.value:,.3g} {each.unit}" if abs(each.value) < 1000 else f"{each.value:,.0f} {each.unit}",
+            ""
+            if each.reference is None
+            else f"{each.reference:,.3g}"
+            if each.reference < 1000
+            else f"{each.reference:,.0f}",
+            "" if each.ratio is None else f"{each.ratio:.2f} x",
+            each.reference_is,
+            each.target,
+            {True: "met", False: "missed", None: ""}[each.met],
+            style="bold" if each.met is False else None,
+        )
+        before = each.benchmark
+    Console(width=max(Console().width, 120)).print(table)
 
 
 def _policies(arguments: argparse.Namespace) -> int:
