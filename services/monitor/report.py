@@ -85,7 +85,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rewards) >= job.pipeline.train_steps and not self.checked.violations
 
     def to_json(self) -> str:
-        """The object that CLI.md describes."""
+        """The object that `pearl demo --json` prints."""
         checked = self.checked
         body: dict[str, Any] = {
             "train_steps": len(self.rewards),
