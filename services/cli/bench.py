@@ -21,6 +21,10 @@ from services.cli.demo import new_run
 from services.cli.parser import FIGURES
 from services.jobfile import ConfigError, parse_policy
 
+CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 0), (3, 1, 0), (2, 2, 0), (4, 1, 0))
+"""(prefill, decode, colocated) workers that `pace` measures: what the demo's budgets allow."""
+PROMPT = 8
+"""Tokens of a prompt there: about what a turn of the demo computes."""
 PACE_TURNS = 6
 
 
@@ -157,19 +161,21 @@ def _print_policies(result: dict[str, Any]) -> None:
 def _pace(arguments: argparse.Namespace) -> int:
     from services.bench.pace import measure
 
-    path = new_run(Path(arguments.data_dir), seed=arguments.seed, changes={})
-    job = jobfile.load(path)
-    found = [asyncio.run(measure(job, workers, prompt=8, turns=PACE_TURNS)) for workers in (2, 3, 4, 5)]
+    job = jobfile.load(new_run(Path(arguments.data_dir), seed=arguments.seed, changes={}))
+    found: list[dict[str, Any]] = []
+    for prefill, decode, colocated in CONFIGURATIONS:
+        done = measure(job, prefill=prefill, decode=decode, colocated=colocated, prompt=PROMPT, turns=PACE_TURNS)
+        found.append(asyncio.run(done))
     if arguments.json:
         print(json.dumps({"pace": found}))
         return 0
-    table = Table(title="paced colocated workers beside eq. 1", title_justify="left")
-    for column in ("workers", "clients", "seconds a turn", "eq. 1", "ratio", "tokens/s"):
+    table = Table(title="paced workers beside eq. 1-3", title_justify="left")
+    for column in ("workers", "seconds a turn", "predicted", "ratio", "tokens/s"):
         table.add_column(column, justify="right")
     for each in found:
+        name = f"{each['colocated']}C" if each["colocated"] else f"{each['prefill']}P{each['decode']}D"
         table.add_row(
-            str(each["workers"]),
-            str(each["clients"]),
+            name,
             f"{each['turn_s']:.3f}",
             f"{each['predicted_s']:.3f}",
             f"{each['ratio']:.3f}",

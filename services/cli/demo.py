@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shutil
-import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import psutil
 
 from services import jobfile
 from services.cli import demo_jobs
+from services.cli.preflight import preflight
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
@@ -22,7 +25,7 @@ from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.runtime.clock import now_ms
-from services.supervisor.service import Supervisor
+from services.supervisor.service import Started, Supervisor, on_interrupt
 
 LIMIT_S = 285.0
 """A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
@@ -37,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     picture = None if arguments.record is None else Path(arguments.record).resolve()
     if picture is not None and not picture.parent.is_dir():
         raise ConfigError(f"--record {picture}: there is no folder {picture.parent}")
+    try:
+        preflight(job, path)
+    except ConfigError:
+        shutil.rmtree(path.parent, ignore_errors=True)  # else `pearl status` would take it for the newest run
+        raise
     report = asyncio.run(_demo(job, path, quiet=arguments.json, picture=picture))
     if report is None:
         return 130
@@ -87,13 +95,20 @@ def new_run(
     text = demo_jobs.template(engine)
     if workers is not None:
         text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
-    text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {seed}\n', 1)
+    text = text.replace(
+        'name = "demo"\n',
+        f'name = "demo"\ndata_dir = {json.dumps(str(run_dir), ensure_ascii=False)}\nseed = {seed}\n',
+        1,
+    )
     text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
     text = demo_jobs.changed(text, changes)
     if engine == "emulated":
         text = demo_jobs.with_profile(text, run_dir)
     path = run_dir / RUN_FILE
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path}: the job file cannot be written ({error}); choose another --data-dir") from error
     return path
 
 
@@ -111,12 +126,12 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
         interrupted.set()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    on_interrupt(loop, interrupt)
     begun = time.monotonic()
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
     seen_processes: dict[str, int] = {}
+    cpu_s: dict[tuple[str, int], float] = {}  # by process; the last look at one that ended is within half a second
 
     def collector_say(text: str) -> None:
         if collector is not None:
@@ -133,7 +148,9 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
         if picture is not None:
             watching.append(asyncio.create_task(record(collector.board, job, stop, picture)))
         while not stop.is_set():
-            seen_processes.update((each.name, each.pid) for each in supervisor.processes())
+            running = supervisor.processes()
+            seen_processes.update((each.name, each.pid) for each in running)
+            cpu_s.update(_processor_seconds(running))
             over_time = time.monotonic() - begun > LIMIT_S
             if len(collector.board.steps) >= job.pipeline.train_steps or over_time:
                 stop.set()
@@ -144,11 +161,36 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             _progress(quiet, "interrupted: stopping all processes ...")
             return None
         _progress(quiet, "checking every token of the run against the journals ...")
-        report = await make_report(bus, job, processes=seen_processes, wall_s=time.monotonic() - begun)
+        report = await make_report(
+            bus,
+            job,
+            processes=seen_processes,
+            cpu_s=_by_name(cpu_s),
+            serving=collector.board.serving,
+            wall_s=time.monotonic() - begun,
+        )
         await bus.close()
-        return report
+        return None if interrupted.is_set() else report
     finally:
         await supervisor.stop()
+
+
+def _processor_seconds(processes: Iterable[Started]) -> dict[tuple[str, int], float]:
+    """What each has used so far."""
+    found: dict[tuple[str, int], float] = {}
+    for each in processes:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(each.pid).cpu_times()
+            found[each.name, each.pid] = times.user + times.system
+    return found
+
+
+def _by_name(cpu_s: Mapping[tuple[str, int], float]) -> dict[str, float]:
+    """Over all processes that had a name."""
+    found: dict[str, float] = {}
+    for (name, _), seconds in cpu_s.items():
+        found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 async def _watch(job: JobFile, stop: asyncio.Event, collector: Collector, quiet: bool) -> None:

@@ -22,6 +22,8 @@ LEAST_WORKERS: Final = 16
 TRAJECTORIES_PER_WORKER: Final = 4
 BIG_STEPS: Final = 3
 """Train steps with more workers than `LEAST_WORKERS`, where none are asked for: each takes longer, since time is scaled less."""
+WORKERS_PER_PROCESS: Final = 16
+"""With more workers than `LEAST_WORKERS`: processes by the dozen would mostly wait for each other's start."""
 SCALE: Final = re.compile(r"(?m)^time_scale = ([0-9.]+)")
 
 
@@ -54,6 +56,7 @@ def with_workers(text: str, workers: int, steps_given: bool) -> str:
     begin = text.index('[[nodes]]\nname = "train2"')
     text = text[:begin] + text[text.index("[rollout]") :]
     text = SCALE.sub(lambda found: f"time_scale = {float(found[1]) * LEAST_WORKERS / workers:g}", text)
+    text = text.replace("[emulation]", f"workers_per_process = {WORKERS_PER_PROCESS}\n\n[emulation]", 1)
     changes = {"batch_trajectories": str(TRAJECTORIES_PER_WORKER * workers)}
     if not steps_given:
         changes["train_steps"] = str(BIG_STEPS)
@@ -68,7 +71,9 @@ def with_profile(text: str, run_dir: Path) -> str:
     path = run_dir / "profile.json"
     profile = profile_of(descriptions.load(name[1]), workloads.load("swebench-mini"), float(found[1]))
     path.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    return text.replace('policy = "planner"\n', f'policy = "planner"\nprofile = "{path}"\n', 1)
+    return text.replace(
+        'policy = "planner"\n', f'policy = "planner"\nprofile = {json.dumps(str(path), ensure_ascii=False)}\n', 1
+    )
 
 
 def profile_of(hardware: Hardware, workload: Workload, time_scale: float, batch: int = 64) -> dict[str, Any]:

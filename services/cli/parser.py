@@ -23,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = command("demo", "demo", "train an agent on this machine while workers come and go; prints a report")
     _json(demo)
     demo.add_argument(
-        "--seed", type=int, default=0, help="of tasks, sampling, the initial model and the trace's victims"
+        "--seed", type=_seed, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
     demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
     demo.add_argument(
@@ -35,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, default=None, help="train steps (default: the demo job's)")
     demo.add_argument("--data-dir", default=".pearl", help="where the run leaves its files (default: .pearl)")
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
-    demo.add_argument("--port", type=int, default=0, help="of the embedded NATS server (default: any free port)")
+    demo.add_argument("--port", type=_port, default=0, help="of the embedded NATS server (default: any free port)")
 
     up = command("up", "up", "run all services of a job file until Ctrl-C")
     _job(up)
@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument("--node", help="node_agent: the node it is on")
     service.add_argument("--worker", help="rollout_worker, trainer: the worker slot")
     service.add_argument("--incarnation", type=int, help="rollout_worker, trainer: which process of the slot this is")
-    service.add_argument("--index", type=int, default=0, help="agent: which of several")
+    service.add_argument("--index", type=int, default=0, help="agent, emulated_fleet: which of several")
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")
     _where(status)
@@ -94,7 +94,7 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--report", metavar="DIR", default=None, help="also leave bench.json and bench.svg there (not policies, pace)"
     )
-    bench.add_argument("--seed", type=int, default=0, help="of tasks, sampling, model and trace victims")
+    bench.add_argument("--seed", type=_seed, default=0, help="of tasks, sampling, model and trace victims")
     bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
     bench.add_argument(
         "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
@@ -132,6 +132,20 @@ def _where(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the job file (default: that of the newest run below .pearl)",
     )
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**32 - 1}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**16 - 1}")
+    return value
 
 
 def _positive(text: str) -> int:
