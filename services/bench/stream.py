@@ -26,7 +26,7 @@ Ask = Callable[[str], Awaitable[int]]
 """Makes a reply by this name; returns its tokens."""
 
 
-async def measure(folder: Path, *, tokens: int = 128, rounds: int = 4, alone: int = 12) -> list[Figure]:
+async def measure(folder: Path, *, tokens: int = 128, rounds: int = 6, alone: int = 16) -> list[Figure]:
     """CPU and latency a token: of `CONCURRENT` replies at once, and of one alone."""
     job, _ = job_in(folder, 1)
     async with cell(job) as found:
@@ -34,8 +34,11 @@ async def measure(folder: Path, *, tokens: int = 128, rounds: int = 4, alone: in
         direct, through = askers(found, tokens, vocabulary)
         for ask in (direct, through):
             await many(ask, "warm", 1)
-        direct_cpu, through_cpu = [await _cpu_us(found, ask, rounds) for ask in (direct, through)]
-        direct_s, through_s = [await _alone_s(ask, alone) for ask in (direct, through)]
+        # In turn, so that a busy machine disturbs both alike.
+        cpu = [[await _cpu_us(found, ask, f"cpu{round_}-") for ask in (direct, through)] for round_ in range(rounds)]
+        took = [[await _alone_s(ask, f"alone{round_}") for ask in (direct, through)] for round_ in range(alone)]
+    direct_cpu, through_cpu = (percentile([each[way] for each in cpu], 0.5) for way in (0, 1))
+    direct_s, through_s = (percentile([each[way] for each in took], 0.5) for way in (0, 1))
     return [
         figure(
             "stream", f"CPU a token added, {CONCURRENT} at once", through_cpu - direct_cpu, "us", direct_cpu, "engine"
@@ -113,16 +116,13 @@ async def many(ask: Ask, name: str, rounds: int, concurrent: int = CONCURRENT) -
     return count
 
 
-async def _cpu_us(found: Cell, ask: Ask, rounds: int) -> float:
+async def _cpu_us(found: Cell, ask: Ask, name: str) -> float:
     before = cpu_s(found.server)
-    count = await many(ask, "cpu", rounds)
+    count = await many(ask, name, 1)
     return (cpu_s(found.server) - before) / count * 1e6
 
 
-async def _alone_s(ask: Ask, rounds: int) -> float:
-    took: list[float] = []
-    for round_ in range(rounds):
-        begun = time.perf_counter()
-        await ask(f"alone/{round_}")
-        took.append(time.perf_counter() - begun)
-    return percentile(took, 0.5)
+async def _alone_s(ask: Ask, name: str) -> float:
+    begun = time.perf_counter()
+    await ask(f"{name}/0")
+    return time.perf_counter() - begun

@@ -16,7 +16,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -25,15 +25,15 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services import jobfile
+from services.cli.preflight import check_configs, check_environment, check_nodes
 from services.cli.runs import job_path_of
 from services.connect import connect, connect_user
 from services.durable import CTRL, durable_state
 from services.jobfile import ConfigError, JobFile
-from services.models.config import ModelConfig
 from services.nats_server.config import NEWEST, OLDEST
 from services.nats_server.keys import seed_path
 from services.nats_server.permissions import ADMIN, users
-from services.nats_server.process import ServerError, find_binary, keys_dir, read_running
+from services.nats_server.process import ServerError, find_binary, is_free, keys_dir, read_running
 from services.runtime.bus import Bus, BusError, Denied, StreamSpec
 
 OLDEST_PYTHON: Final = (3, 11)
@@ -57,8 +57,8 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0 if nothing was found, 1 otherwise, 2 if the job file is wrong."""
-    job = _job(arguments)
-    findings = [*look_at_machine(job), *look_at_files(job), *asyncio.run(look_at_server(job))]
+    job, path = _job(arguments)
+    findings = [*look_at_machine(job), *look_at_job(job, path), *look_at_files(job), *asyncio.run(look_at_server(job))]
     if arguments.json:
         print(json.dumps({"ok": not findings, "findings": [msgspec.to_builtins(each) for each in findings]}))
     else:
@@ -68,14 +68,15 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if findings else 0
 
 
-def _job(arguments: argparse.Namespace) -> JobFile:
+def _job(arguments: argparse.Namespace) -> tuple[JobFile, Path]:
     if arguments.config is not None:
-        return jobfile.load(arguments.config)
+        return jobfile.load(arguments.config), Path(arguments.config)
     try:
-        return jobfile.load(job_path_of(arguments))
+        path = job_path_of(arguments)
+        return jobfile.load(path), path
     except ConfigError:  # no run yet, or one of an older release: what the demo needs
         with resources.as_file(resources.files("services.cli").joinpath("demo.toml")) as path:
-            return jobfile.load(path)
+            return jobfile.load(path), path
 
 
 def look_at_machine(job: JobFile) -> Iterator[Finding]:
@@ -113,7 +114,7 @@ def look_at_machine(job: JobFile) -> Iterator[Finding]:
             )
         running = read_running(job)
         ours = running is not None and running.url.endswith(f":{job.nats.port}")
-        if job.nats.port and not ours and _taken("127.0.0.1", job.nats.port):
+        if job.nats.port and not ours and not is_free(job.nats.port):
             yield Finding(
                 check="port",
                 what=f"port {job.nats.port} is taken by another process",
@@ -142,7 +143,7 @@ def look_at_machine(job: JobFile) -> Iterator[Finding]:
 def look_at_files(job: JobFile) -> Iterator[Finding]:
     """The model's files and the users' keys."""
     if not job.model.path.startswith("builtin:") and job.rollout.engine == "torch":
-        yield from _model(Path(job.model.path))
+        yield from _model(job)
     folder = keys_dir(job)
     if job.nats.embedded and not folder.is_dir():
         return  # made with the server
@@ -166,42 +167,36 @@ def look_at_files(job: JobFile) -> Iterator[Finding]:
             break
 
 
-def _model(folder: Path) -> Iterator[Finding]:
-    problem = ""
-    try:
-        ModelConfig.load(str(folder))
-        if importlib.util.find_spec("torch") is not None:
-            from services.models.files import weight_files  # torch: heavy
+def _model(job: JobFile) -> Iterator[Finding]:
+    if importlib.util.find_spec("torch") is None:
+        return  # found before; without it, nothing reads a model
+    from services.models.files import check_weights  # torch: heavy
 
-            for file in weight_files(folder):
-                problem = problem or _torn(file)
+    try:
+        check_weights(job.model.path)
     except ConfigError as error:
-        problem = str(error)
-    if problem:
         yield Finding(
             check="model",
-            what=problem,
-            where=f"model.path = {str(folder)!r}",
+            what=str(error),
+            where=f"model.path = {job.model.path!r}",
             do="fetch the model again, whole: config.json and every safetensors file that its index names",
         )
 
 
-def _torn(file: Path) -> str:
-    """A safetensors file says in its header how long it is."""
-    with file.open("rb") as opened:
-        length = int.from_bytes(opened.read(8), "little")
-        size = file.stat().st_size
-        if size < 8 or length > size - 8:
-            return f"{file} is cut off within its header"
+def look_at_job(job: JobFile, path: Path) -> Iterator[Finding]:
+    """What services would refuse in the job file when they start."""
+    checks: tuple[Callable[[], object], ...] = (
+        lambda: check_nodes(job),
+        lambda: check_configs(job, path),
+        lambda: check_environment(job),
+    )
+    for check in checks:
         try:
-            header = msgspec.json.decode(opened.read(length), type=dict[str, Any])
-            end = max(
-                (int(each["data_offsets"][1]) for name, each in header.items() if name != "__metadata__"), default=0
+            check()
+        except ConfigError as error:
+            yield Finding(
+                check="job", what=str(error), where=str(path), do="correct it; docs/configuration.md has every key"
             )
-        except (msgspec.MsgspecError, KeyError, TypeError, ValueError, IndexError):
-            return f"{file} is not a safetensors file"
-    wanted = 8 + length + end
-    return "" if size == wanted else f"{file} has {size} bytes, its header says {wanted}"
 
 
 async def look_at_server(job: JobFile) -> list[Finding]:
@@ -347,16 +342,6 @@ def greeting(url: str, timeout_s: float = ANSWER_S) -> dict[str, Any]:  # Any: a
         except (OSError, ValueError, msgspec.MsgspecError) as error:
             problem = error if isinstance(error, OSError) else ValueError(str(error))
     raise problem
-
-
-def _taken(host: str, port: int) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-        except OSError:
-            return True
-    return False
 
 
 def _sees_no_cuda() -> bool:

@@ -14,7 +14,7 @@ import pytest
 
 from services.cli import doctor
 from services.cli.__main__ import main
-from services.cli.doctor import Finding, look_at_files, look_at_machine, look_at_server, skew
+from services.cli.doctor import Finding, look_at_files, look_at_job, look_at_machine, look_at_server, skew
 from services.jobfile import JobFile, JobSection, ModelSection, NatsSection
 from services.models import initial_model
 from services.nats_server.keys import ensure_keys
@@ -103,6 +103,10 @@ async def test_a_server_of_ones_own_that_is_not_there(tmp_path: Path) -> None:
         url = f"nats://127.0.0.1:{probe.getsockname()[1]}"
     job = job_in(tmp_path, nats=NatsSection(embedded=False, url=url))
     assert url in only(await look_at_server(job), "nats").where
+
+
+def test_a_job_that_services_would_refuse(tmp_path: Path) -> None:
+    assert "nodes" in only(list(look_at_job(job_in(tmp_path), tmp_path / "job.toml")), "job").what
 
 
 def test_skew_is_in_milliseconds() -> None:
