@@ -63,7 +63,7 @@ LONGEST_REASON: Final = 300
 
 def brief(text: str, most: int = LONGEST_REASON) -> str:
     """A peer's text, cut to what a log line bears."""
-    return text if len(text) <= most else f"{text[: most - 20]}... ({len(text)} characters)"
+    return text if len(text) <= most else f"{text[: most - 30]}... ({len(text)} characters)"
 
 
 class _Envelope(msgspec.Struct, frozen=True):

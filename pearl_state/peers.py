@@ -31,6 +31,9 @@ LONGEST_URI: Final = 4096
 GENERATIONS_AHEAD: Final = 16
 """A plan announces the next generations of a row, two of them; more than this beyond the table is nobody's plan."""
 
+BUDGETS_AHEAD: Final = 100_000
+"""Budgets that may have left the stream unseen while a reader was down."""
+
 Fact = WorkerReady | WeightsApplied | RoleSet | WorkerDrained | WorkerReleased | WorkerActivated | WorkerGone
 
 
@@ -52,6 +55,13 @@ def wrong_capacity(event: GpuAvailable | GpuReclaimed, zone: Zone, gpus: int) ->
     if zone is not Zone.PREEMPTIBLE:
         return f"node {event.node} is {zone}: only preemptible GPUs are reclaimed"
     return ""
+
+
+def wrong_budget(budget_id: int, before: int | None) -> str:
+    """A budget's id after the one before; they rise one by one, and a huge one would make all later ones look old."""
+    if before is None or budget_id <= before + BUDGETS_AHEAD:
+        return ""
+    return f"budget {budget_id} after {before}: ids rise one by one"
 
 
 def wrong_batch(batch: int, train_steps: int) -> str:

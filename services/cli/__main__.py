@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # whoever read our output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except _failures() as error:
+        print(f"pearl {arguments.command}: {error}", file=sys.stderr)
+        return 1
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """What a command may fail of although its input was right; imported late, when something failed."""
+    from services.nats_server.process import ServerError
+    from services.runtime.bus import BusError
+
+    return (ServerError, BusError)
 
 
 if __name__ == "__main__":

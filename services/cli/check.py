@@ -9,8 +9,7 @@ import msgspec
 
 from services.checker.collect import check
 from services.checker.core import Report
-from services.cli.runs import job_of
-from services.connect import connect
+from services.cli.runs import connect_running, job_of
 from services.jobfile import JobFile
 
 
@@ -28,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _check(job: JobFile) -> Report:
-    bus = await connect(job, "monitor")
+    bus = await connect_running(job, "monitor")
     try:
         return await check(bus, job)
     finally:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import json
 import os
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterable, Mapping
@@ -17,6 +17,7 @@ import psutil
 
 from services import jobfile
 from services.cli import demo_jobs
+from services.cli.preflight import preflight
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
@@ -24,7 +25,7 @@ from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.runtime.clock import now_ms
-from services.supervisor.service import Started, Supervisor
+from services.supervisor.service import Started, Supervisor, on_interrupt
 
 LIMIT_S = 285.0
 """A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
@@ -39,6 +40,11 @@ def run(arguments: argparse.Namespace) -> int:
     picture = None if arguments.record is None else Path(arguments.record).resolve()
     if picture is not None and not picture.parent.is_dir():
         raise ConfigError(f"--record {picture}: there is no folder {picture.parent}")
+    try:
+        preflight(job, path)
+    except ConfigError:
+        shutil.rmtree(path.parent, ignore_errors=True)  # else `pearl status` would take it for the newest run
+        raise
     report = asyncio.run(_demo(job, path, quiet=arguments.json, picture=picture))
     if report is None:
         return 130
@@ -89,13 +95,20 @@ def new_run(
     text = demo_jobs.template(engine)
     if workers is not None:
         text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
-    text = text.replace('name = "demo"\n', f'name = "demo"\ndata_dir = "{run_dir}"\nseed = {seed}\n', 1)
+    text = text.replace(
+        'name = "demo"\n',
+        f'name = "demo"\ndata_dir = {json.dumps(str(run_dir), ensure_ascii=False)}\nseed = {seed}\n',
+        1,
+    )
     text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
     text = demo_jobs.changed(text, changes)
     if engine == "emulated":
         text = demo_jobs.with_profile(text, run_dir)
     path = run_dir / RUN_FILE
-    path.write_text(text, encoding="utf-8")
+    try:
+        path.write_text(text, encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(f"{path}: the job file cannot be written ({error}); choose another --data-dir") from error
     return path
 
 
@@ -113,8 +126,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
         interrupted.set()
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, interrupt)
+    on_interrupt(loop, interrupt)
     begun = time.monotonic()
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
@@ -158,7 +170,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             wall_s=time.monotonic() - begun,
         )
         await bus.close()
-        return report
+        return None if interrupted.is_set() else report
     finally:
         await supervisor.stop()
 

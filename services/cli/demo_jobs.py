@@ -71,7 +71,9 @@ def with_profile(text: str, run_dir: Path) -> str:
     path = run_dir / "profile.json"
     profile = profile_of(descriptions.load(name[1]), workloads.load("swebench-mini"), float(found[1]))
     path.write_text(json.dumps(profile, indent=1) + "\n", encoding="utf-8")
-    return text.replace('policy = "planner"\n', f'policy = "planner"\nprofile = "{path}"\n', 1)
+    return text.replace(
+        'policy = "planner"\n', f'policy = "planner"\nprofile = {json.dumps(str(path), ensure_ascii=False)}\n', 1
+    )
 
 
 def profile_of(hardware: Hardware, workload: Workload, time_scale: float, batch: int = 64) -> dict[str, Any]:

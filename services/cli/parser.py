@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+FIGURES = ("table", "plan", "router", "stream", "turn", "engine", "snapshot", "memory")
+"""Benchmarks that give figures beside references; the code is in `services.bench`."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; each subcommand names the module of `services.cli` that runs it."""
@@ -20,7 +23,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo = command("demo", "demo", "train an agent on this machine while workers come and go; prints a report")
     _json(demo)
     demo.add_argument(
-        "--seed", type=int, default=0, help="of tasks, sampling, the initial model and the trace's victims"
+        "--seed", type=_seed, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
     demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
     demo.add_argument(
@@ -32,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--steps", type=_positive, default=None, help="train steps (default: the demo job's)")
     demo.add_argument("--data-dir", default=".pearl", help="where the run leaves its files (default: .pearl)")
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
-    demo.add_argument("--port", type=int, default=0, help="of the embedded NATS server (default: any free port)")
+    demo.add_argument("--port", type=_port, default=0, help="of the embedded NATS server (default: any free port)")
 
     up = command("up", "up", "run all services of a job file until Ctrl-C")
     _job(up)
@@ -80,13 +83,18 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         nargs="?",
-        choices=("policies", "pace"),
-        default="policies",
-        help="policies: rollout throughput, planner against fixed policies, same trace and seed; "
-        "pace: paced workers beside the makespan model (default: policies)",
+        choices=("all", *FIGURES, "policies", "pace"),
+        default="all",
+        metavar="NAME",
+        help=f"{', '.join(FIGURES)}: each part beside its reference, all: all of these (default); "
+        "policies: rollout throughput, planner against fixed policies, same trace and seed; "
+        "pace: paced workers beside the makespan model",
     )
     _json(bench)
-    bench.add_argument("--seed", type=int, default=0, help="of tasks, sampling, model and trace victims")
+    bench.add_argument(
+        "--report", metavar="DIR", default=None, help="also leave bench.json and bench.svg there (not policies, pace)"
+    )
+    bench.add_argument("--seed", type=_seed, default=0, help="of tasks, sampling, model and trace victims")
     bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
     bench.add_argument(
         "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
@@ -96,6 +104,15 @@ def build_parser() -> argparse.ArgumentParser:
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)
     _json(check)
+
+    doctor = command("doctor", "doctor", "what is wrong with this machine, NATS, the job file; says what to do")
+    doctor.add_argument(
+        "-c", "--config", default=None, metavar="FILE", help="the job file (default: the newest run's, or the demo's)"
+    )
+    _json(doctor)
+
+    completion = command("completion", "completion", "a shell's completion script: source it in the shell's start file")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
 
 
@@ -115,6 +132,20 @@ def _where(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="the job file (default: that of the newest run below .pearl)",
     )
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**32 - 1}")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to {2**16 - 1}")
+    return value
 
 
 def _positive(text: str) -> int:

@@ -46,7 +46,15 @@ def run(arguments: argparse.Namespace) -> int:
         )
     options = {name: value for name, value in options.items() if value is not None}
 
-    async def serve_job(stop: asyncio.Event) -> None:
-        await functools.partial(serve, job, stop, **options)()
+    refused: list[ConfigError] = []
 
-    return run_service(serve_job, name=arguments.name)
+    async def serve_job(stop: asyncio.Event) -> None:
+        try:
+            await functools.partial(serve, job, stop, **options)()
+        except ConfigError as error:
+            refused.append(error)
+
+    status = run_service(serve_job, name=arguments.name)
+    if refused:
+        raise refused[0]
+    return status

@@ -9,8 +9,7 @@ import json
 import msgspec
 from rich.console import Console
 
-from services.cli.runs import job_of
-from services.connect import connect
+from services.cli.runs import connect_running, job_of
 from services.jobfile import JobFile
 from services.monitor.board import Board
 from services.monitor.collector import Collector
@@ -46,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 async def _collect(job: JobFile) -> Board:
-    bus = await connect(job, "monitor")
+    bus = await connect_running(job, "monitor")
     try:
         collector = Collector(bus, job)
         await collector.start()

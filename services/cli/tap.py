@@ -6,30 +6,41 @@ import argparse
 import asyncio
 import base64
 import contextlib
+import re
 import sys
+from typing import Final
 
 import msgspec
 
 import messages
 from messages.envelope import UndecodableMessage, decode, kind_of
-from services.cli.runs import job_of
-from services.connect import connect
-from services.jobfile import JobFile
+from services.cli.runs import connect_running, job_of
+from services.jobfile import ConfigError, JobFile
 from services.runtime.bus import Delivery
+
+FILTER: Final = re.compile(r"(?:(?:[^\s.*>]+|\*)\.)*(?:[^\s.*>]+|[*>])")
+"""What NATS takes for a subject filter."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints until Ctrl-C, or `--count` messages."""
     job = job_of(arguments)
+    prefix = f"pearl.{job.job.name}."
+    pattern = arguments.pattern if arguments.pattern.startswith("pearl.") else prefix + arguments.pattern
+    if not pattern.startswith(prefix) or not FILTER.fullmatch(pattern):
+        raise ConfigError(
+            f"{arguments.pattern!r} is no subject of job {job.job.name}: give words with dots between, '*' for any word, "
+            "'>' at the end for the rest, such as 'ev.>'"
+        )
     with contextlib.suppress(KeyboardInterrupt):
-        asyncio.run(_tap(job, arguments.pattern, arguments.count, arguments.json))
+        asyncio.run(_tap(job, pattern, arguments.count, arguments.json))
     return 0
 
 
 async def _tap(job: JobFile, pattern: str, count: int | None, as_json: bool) -> None:
-    bus = await connect(job, "monitor")
+    bus = await connect_running(job, "monitor")
     prefix = f"pearl.{job.job.name}."
-    subscription = await bus.subscribe(pattern if pattern.startswith("pearl.") else prefix + pattern)
+    subscription = await bus.subscribe(pattern)
     seen = 0
     try:
         async for delivery in subscription:

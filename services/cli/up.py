@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import signal
 from pathlib import Path
 
 from services import jobfile
-from services.supervisor.service import Supervisor
+from services.cli.preflight import preflight
+from services.supervisor.service import Supervisor, on_interrupt
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 after a clean stop."""
     path = Path(arguments.config).resolve()
     job = jobfile.load(path)
+    preflight(job, path)
     return asyncio.run(_up(job, path, arguments.view))
 
 
 async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
+    on_interrupt(loop, stop.set)
     supervisor = Supervisor(job, path, on_event=print)
     try:
         await supervisor.start()

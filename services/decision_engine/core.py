@@ -10,16 +10,13 @@ from messages.ids import Activity, DecisionId, Mode, Role, Stage, WorkerId, Zone
 from messages.monitor import DecisionRecord, Incumbent
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable
-from pearl_state.peers import wrong_batch
+from pearl_state.peers import wrong_batch, wrong_budget
 from services.decision_engine.config import RETURN_SHARE, Config
 from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 
-MOST_BUDGETS_AHEAD = 100_000
-"""Budgets that may have left the stream unseen while this service was down; a number beyond would make all later
-ones look old."""
 MOST_SECONDS = 1e6
 """No operation takes eleven days."""
 
@@ -86,8 +83,8 @@ class DecisionEngineCore:
             return state, (
                 Refuse(f"budget {budget.budget_id} names {brief(strangers[0], 80)}, no slot of the job file"),
             )
-        if state.budget is not None and budget.budget_id > state.budget.budget_id + MOST_BUDGETS_AHEAD:
-            return state, (Refuse(f"budget {budget.budget_id} after {state.budget.budget_id}: ids rise one by one"),)
+        if wrong := wrong_budget(budget.budget_id, None if state.budget is None else state.budget.budget_id):
+            return state, (Refuse(wrong),)
         if wrong := wrong_batch(budget.training_batch or 0, self.config.train_steps):
             return state, (Refuse(f"budget {budget.budget_id}: {wrong}"),)
         return self._decide(msgspec.structs.replace(state, budget=budget), answer=True)

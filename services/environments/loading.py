@@ -32,10 +32,7 @@ def environment_factory(job: JobFile) -> Callable[[], Environment]:
     def make() -> Environment:
         return cast(Environment, cls(**options))
 
-    try:
-        make()
-    except TypeError as error:
-        raise ConfigError(f"environment.options: {entry} cannot be made with {options}: {error}") from error
+    _made(make, f"environment.options: {entry} cannot be made with {options}")
     return make
 
 
@@ -49,12 +46,21 @@ def load_tokenizer(job: JobFile) -> Tokenizer:
         return FolderTokenizer(Path(name))
     cls = load_class(name, "environment.tokenizer")
     named = inspect.signature(cls).parameters
-    try:
-        tokenizer = cls(**{key: value for key, value in job.environment.options.items() if key in named})
-    except TypeError as error:
-        raise ConfigError(f"environment.tokenizer: {name} cannot be made: {error}") from error
+    given = {key: value for key, value in job.environment.options.items() if key in named}
+    tokenizer = _made(lambda: cls(**given), f"environment.tokenizer: {name} cannot be made")
     _check_members(tokenizer, ("eos_id", "vocab_size", "encode", "decode"), name, "environment.tokenizer")
     return cast(Tokenizer, tokenizer)
+
+
+def _made(make: Callable[[], Any], otherwise: str) -> Any:
+    """What the user's code makes; whatever it raises is a ConfigError (its own ones as they are)."""
+    try:
+        with foreign_code():
+            return make()
+    except ForeignError as error:
+        if isinstance(error.__cause__, ConfigError):
+            raise error.__cause__ from None
+        raise ConfigError(f"{otherwise}: {error}") from error
 
 
 def stop_ids_of(tokenizer: Tokenizer) -> list[int]:

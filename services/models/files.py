@@ -45,6 +45,33 @@ def weight_files(directory: str | Path) -> list[Path]:
     return files
 
 
+def check_weights(directory: str | Path) -> ModelConfig:
+    """Whether a model folder is whole and fits its config.json, without reading its weights. Raises ConfigError."""
+    config = ModelConfig.load(directory)
+    found: dict[str, list[int]] = {}
+    for file in weight_files(directory):
+        try:
+            with _opened(file) as opened:  # refuses a file that is shorter or longer than its header says
+                found.update({name: list(opened.get_slice(name).get_shape()) for name in opened.keys()})  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{file}: not a complete safetensors file: {error}") from error
+    with torch.device("meta"):
+        wanted = dict(Decoder(config).named_parameters())
+    _check_fit({name: list(parameter.shape) for name, parameter in wanted.items()}, found, str(directory))
+    return config
+
+
+def _check_fit(wanted: Mapping[str, list[int]], found: Mapping[str, list[int]], where: str) -> None:
+    missing = sorted(wanted.keys() - found.keys())
+    # A tied model may repeat its embedding as the head; everything else must have a place.
+    surplus = sorted(found.keys() - wanted.keys() - {"lm_head.weight"})
+    if missing or surplus:
+        raise ConfigError(f"{where}: tensors do not fit config.json: missing {missing[:3]}, unknown {surplus[:3]}")
+    for name, shape in wanted.items():
+        if shape != found[name]:
+            raise ConfigError(f"{where}: {name} has shape {found[name]}, config.json says {shape}")
+
+
 def read_weights(directory: str | Path) -> dict[str, Tensor]:
     """All tensors of a model folder by name, on the CPU. Raises ConfigError."""
     return dict(_tensors(weight_files(directory)))
@@ -61,15 +88,8 @@ def load_weights(model: nn.Module, directory: str | Path) -> None:
 def apply_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str = "weights") -> None:
     """Copy `tensors` into `model`, in place; all fit, or a ConfigError that mentions `where` and no change."""
     wanted = dict(model.named_parameters())
-    missing = sorted(wanted.keys() - tensors.keys())
-    # A tied model may repeat its embedding as the head; everything else must have a place.
-    surplus = sorted(tensors.keys() - wanted.keys() - {"lm_head.weight"})
-    if missing or surplus:
-        raise ConfigError(f"{where}: tensors do not fit config.json: missing {missing[:3]}, unknown {surplus[:3]}")
-    for name, parameter in wanted.items():
-        if parameter.shape != tensors[name].shape:
-            found, expected = list(tensors[name].shape), list(parameter.shape)
-            raise ConfigError(f"{where}: {name} has shape {found}, config.json says {expected}")
+    shapes = {name: list(parameter.shape) for name, parameter in wanted.items()}
+    _check_fit(shapes, {name: list(tensor.shape) for name, tensor in tensors.items()}, where)
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(tensors[name])

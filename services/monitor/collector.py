@@ -6,9 +6,11 @@ import asyncio
 from collections.abc import Callable
 
 from messages.envelope import Message, UndecodableMessage
+from messages.pipeline_scheduler import StepFinished
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import decode_on, stream, telemetry_subject
 from pearl_state.model import RoleTable
+from pearl_state.peers import wrong_batch
 from pearl_state.watch import Replica
 from services.jobfile import JobFile
 from services.monitor.board import KINDS, Board
@@ -26,6 +28,7 @@ class Collector:
         self._bus = bus
         self._job = job.job.name
         self._on_message = on_message
+        self._train_steps = job.pipeline.train_steps
         self._seen = 0
         self._replica = Replica()
 
@@ -63,6 +66,8 @@ class Collector:
         try:
             message = decode_on(self._job, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage:
+            return
+        if isinstance(message, StepFinished) and wrong_batch(message.batch, self._train_steps):
             return
         self._take(delivery.at_ms, message)
 

@@ -85,7 +85,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rewards) >= job.pipeline.train_steps and not self.checked.violations
 
     def to_json(self) -> str:
-        """The object that CLI.md describes."""
+        """The object that `pearl demo --json` prints."""
         checked = self.checked
         body: dict[str, Any] = {
             "train_steps": len(self.rewards),
@@ -231,19 +231,6 @@ def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[st
         **counts,
         "forced": sum(change.forced for change in reshaped),
         "cancelled": len(total - {change.plan_id for change in changes}),
-    }
-
-
-def count_borrows(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
-    """Borrows that were applied, and budgets with idle training GPUs on which the gate (eq. 7) always said no."""
-    asked: dict[int, bool] = {}
-    for event in events:
-        if isinstance(event, DecisionRecord) and event.lending and event.overlap_workers > 0:
-            asked[event.budget_id] = asked.get(event.budget_id, False) or event.borrow
-    return {
-        "count": sum(bool(change.borrowed) for change in changes),
-        "denied_by_gate": sum(not borrowed for borrowed in asked.values()),
-        "late_returns": 0,
     }
 
 

@@ -178,10 +178,10 @@ class EmbeddedServer:
         """The configured port, or the one it had, or a free one. A configured one that is taken is an error."""
         wanted = self._job.nats.port
         if wanted:
-            if not _is_free(wanted):
+            if not is_free(wanted):
                 raise ServerError(f"port {wanted} is taken: set nats.port to another, or to 0 for any free one")
             return wanted
-        if earlier is not None and _is_free(_port_of(earlier.url)):
+        if earlier is not None and is_free(_port_of(earlier.url)):
             return _port_of(earlier.url)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -260,7 +260,8 @@ def _port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def _is_free(port: int) -> bool:
+def is_free(port: int) -> bool:
+    """Whether a server may listen on this port of loopback now."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:

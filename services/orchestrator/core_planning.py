@@ -62,7 +62,7 @@ def next_draft(table: RoleTable, target: TargetConfiguration, now_ms: int, *, wh
     if plan.add:
         urgent = _urgent(table, members, counts, leaving)
         if not urgent.empty:
-            return Draft(plan=urgent, cancel=cancel, fallback=fallback)
+            return Draft(plan=first_wave(table.rows, urgent, leaving), cancel=cancel, fallback=fallback)
         if now_ms < table.writer.hold_until_ms:
             return Draft(plan=MinimalPlan(), cancel=cancel, waits_ms=table.writer.hold_until_ms)
         if not whole_group:

@@ -27,7 +27,7 @@ import msgspec
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message, Misplaced, UndecodableMessage, brief, encode
 from messages.executors import ReconfigurationPlan
-from messages.ids import Epoch, Incarnation
+from messages.ids import Epoch, Incarnation, Zone
 from messages.orchestrator import TargetConfiguration, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
 from messages.runtime_tracker import NodeHeartbeat
@@ -200,8 +200,12 @@ class Orchestrator:
                 with contextlib.suppress(UndecodableMessage):
                     fact = decode_on(self._job, delivery.subject, delivery.data, kind)
                     newest[fact.worker] = max(newest.get(fact.worker, 0), fact.incarnation)
+        # An overlap worker may hold device memory that nobody knows of: its successor's launch ends it.
         rows = [
-            msgspec.structs.replace(row, incarnation=Incarnation(max(row.incarnation, newest[row.worker])))
+            msgspec.structs.replace(
+                row,
+                incarnation=Incarnation(max(row.incarnation, newest[row.worker] + (row.zone is Zone.OVERLAP))),
+            )
             for row in table.rows
             if row.worker in newest
         ]

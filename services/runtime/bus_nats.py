@@ -159,8 +159,8 @@ class NatsBus:
     async def open(self, url: str, seed_file: str | Path | None, tls: ssl.SSLContext | None) -> None:
         """First connection. Raises BusUnavailable after the patience, Denied if the login is refused."""
         options: dict[str, Any] = {} if tls is None else {"tls": tls}
-        if seed_file is not None:  # a few dozen bytes, read once before anything runs
-            self._id_key = hashlib.sha256(b"message ids " + Path(seed_file).read_bytes().strip()).digest()  # noqa: ASYNC240
+        if seed_file is not None:
+            self._id_key = _id_key(seed_file)
         attempt = self._loop.create_task(
             self._nc.connect(
                 servers=[part.strip() for part in url.split(",")],
@@ -662,6 +662,11 @@ class NatsBus:
             await self._nc.close()
         for task in list(self._background):
             task.cancel()
+
+
+def _id_key(seed_file: str | Path) -> bytes:
+    """What a user's message ids are sealed with."""
+    return hashlib.sha256(b"message ids " + Path(seed_file).read_bytes().strip()).digest()
 
 
 def _expire(future: asyncio.Future[Any]) -> None:

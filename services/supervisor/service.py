@@ -131,6 +131,7 @@ class Supervisor:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                env=surroundings(),
                 start_new_session=True,
             )
 
@@ -166,6 +167,30 @@ def _launched(run_dir: Path) -> list[Started]:
             if same and psutil.Process(record.pid).status() != psutil.STATUS_ZOMBIE:
                 found.append(Started(path.stem, record.pid))
     return found
+
+
+def on_interrupt(loop: asyncio.AbstractEventLoop, stop: Callable[[], object]) -> None:
+    """Call `stop` when the process is asked to end: by Ctrl-C, SIGTERM, or the end of its terminal (unless that is ignored).
+
+    The processes of a job have sessions of their own, so nothing ends them but their supervisor.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+            loop.add_signal_handler(number, stop)
+
+
+def surroundings() -> dict[str, str]:
+    """The environment of a job's processes: they run this very code, whatever folder they are started in.
+
+    Python puts the working directory first on its path for `-m`: a folder `services` or a file `signal.py` of the user's
+    there would be taken for ours.
+    """
+    path = [str(Path(__file__).parents[2]), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    here = str(Path.cwd())
+    if "" in sys.path or here in sys.path:
+        path.append(here)
+    path = [each for each in dict.fromkeys(path) if each]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONSAFEPATH": "1"}
 
 
 def _signal(child: asyncio.subprocess.Process, number: signal.Signals) -> None:

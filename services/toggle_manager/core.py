@@ -176,7 +176,10 @@ class ToggleManagerCore:
             case NodeUp() as node:
                 state = self.on_node_up(state, node)
             case TrainingBegin() as begin:
-                state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
+                if problem := wrong_batch(begin.batch, self.config.train_steps):
+                    effects = (Refuse(problem),)
+                else:
+                    state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
             case WeightsPublished() as snapshot:
                 if problem := wrong_weights(snapshot, self.config.train_steps):
                     effects = (Refuse(problem),)

@@ -12,15 +12,17 @@ from pathlib import Path
 
 import psutil
 
+from messages.ids import Zone
 from services import jobfile
 from services.checker.collect import check
 from services.checker.core import Report
 from services.connect import connect
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
 from services.monitor.board import Board
 from services.monitor.collector import Collector
 from services.runtime.bus import Bus
 from services.supervisor.service import Supervisor
+from tests.integration.commands import CommandWatch
 
 JOB = """
 [job]
@@ -63,6 +65,7 @@ class RunningJob:
         self.supervisor = supervisor
         self.bus = bus
         self.collector = collector
+        self.commands: CommandWatch | None = None  # of the harness; None where a test sends commands of its own
 
     @property
     def board(self) -> Board:
@@ -95,6 +98,9 @@ class RunningJob:
         """Wait for the last train step, then let the checker judge the run."""
         steps = self.job.pipeline.train_steps
         await self.until(lambda: len(self.board.steps) >= steps, f"{steps} train steps", timeout_s)
+        if self.commands is not None:
+            overlap = frozenset(slot.worker for slot in rollout_slots(self.job) if slot.zone is Zone.OVERLAP)
+            assert await self.commands.needless(overlap) == [], "commands to workers that no plan changes"
         return await check(self.bus, self.job)
 
 
@@ -117,12 +123,17 @@ async def running_job(
     try:
         await supervisor.start()
         bus = await connect(job, "monitor")
-        collector = Collector(bus, job.job.name)
+        collector = Collector(bus, job)
         await collector.start()
         following = asyncio.create_task(collector.follow(stop))
+        watch = CommandWatch(bus, job.job.name)
         try:
-            yield RunningJob(job, supervisor, bus, collector)
+            await watch.start()
+            run = RunningJob(job, supervisor, bus, collector)
+            run.commands = watch
+            yield run
         finally:
+            await watch.stop()
             stop.set()
             await asyncio.wait([following], timeout=10)
             await bus.close()

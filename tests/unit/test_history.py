@@ -12,7 +12,8 @@ from messages.orchestrator import PlanProgress, WorkerGone
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.monitor.board import Board
 from services.monitor.history import Counts, PlanFold, change_text, changes_of
-from services.monitor.report import count_borrows, count_plans, rollout_throughput
+from services.monitor.lending import lending_of
+from services.monitor.report import count_plans, rollout_throughput
 
 RECORD = DecisionRecord(
     decision_id=DecisionId("d1"),
@@ -98,7 +99,7 @@ def test_counts_of_plans_and_borrows() -> None:
         msgspec.structs.replace(RECORD, budget_id=budget, lending=True, overlap_workers=overlap, borrow=borrow)
         for budget, overlap, borrow in ((1, 1, False), (1, 1, True), (2, 1, False), (3, 0, False))
     ]
-    assert count_borrows(asked, changes) == {"count": 1, "denied_by_gate": 1, "late_returns": 0}
+    assert lending_of([*events, *asked], {"t"}).borrows == {"count": 1, "denied_by_gate": 1, "late_returns": 0}
 
 
 def test_a_worker_that_died_and_came_back_changes_no_ratio() -> None:

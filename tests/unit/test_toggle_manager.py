@@ -257,6 +257,11 @@ def test_a_borrow_that_training_would_take_back_is_vetoed(driver: Driver) -> Non
     assert not reports(driver.wait(RETRY_MS)), "that batch is trained"
 
 
+def test_a_batch_that_the_job_does_not_have_vetoes_nothing(driver: Driver) -> None:
+    driver.say(TrainingBegin(batch=10**9))
+    assert driver.state.begun_batch == -1 and len(driver.refusals) == 1
+
+
 def test_a_plan_without_overlap_workers_is_not_reported(driver: Driver) -> None:
     assert driver.table(*IDLE, plan=plan(add=(assign("p0-w0"),))) == []
     assert driver.table(*IDLE, plan=plan("p2", "applying", remove=(leave("r0-w0"),))) == []

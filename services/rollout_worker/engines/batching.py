@@ -88,10 +88,14 @@ class Batcher:
     def busy(self) -> bool:
         return bool(self.waiting or self.running)
 
-    def next_prefill(self) -> list[tuple[Reply, int]]:
-        """Contexts to go on computing, and how many tokens of each; padded to the longest within `chunk_tokens`."""
+    def admit(self) -> None:
+        """Give blocks to those that wait, in their order, as far as there are any."""
         while self.waiting and len(self.running) < self.max_running and self._admit(self.waiting[0]):
             self.running.append(self.waiting.popleft())
+
+    def next_prefill(self) -> list[tuple[Reply, int]]:
+        """Contexts to go on computing, and how many tokens of each; padded to the longest within `chunk_tokens`."""
+        self.admit()
         chunk: list[tuple[Reply, int]] = []
         longest = 0
         for reply in self.running:

@@ -426,6 +426,10 @@ class TorchEngine:
                 commands, self._inbox = self._inbox, []
             for command in commands:
                 self._obey(command)
+            if not self._paused and self._model is not None:
+                # A context that is to come from elsewhere can be on its way while this iteration goes on.
+                self._batcher.admit()
+                self._ask_for_arrivals()
             self._deliver_soon()
 
     def _obey(self, command: Callable[[], None]) -> None:
