@@ -113,7 +113,9 @@ class EmulationSection(_Section, frozen=True, kw_only=True):
 
     hardware: str = "h800-qwen3-8b"  # a built-in description, or a JSON file of that form (services/timing/hardware.py)
     time_scale: PositiveFloat = 1.0  # emulated seconds per second; scale environment and feed alike
-    train_s: NonNegativeFloat = 0.0  # emulated seconds of a train step; 0: the description's, for the batch's size
+    train_s: NonNegativeFloat = (
+        0.0  # emulated seconds of a train step; 0: the description's, for this batch on these GPUs
+    )
 
 
 class TrainingSection(_Section, frozen=True, kw_only=True):
