@@ -18,8 +18,8 @@ LENDING = """
 lending = true
 toggle_guess_s = 0.0
 [rollout]
-pace_decode_ms = 80.0
-max_running = 4
+pace_decode_ms = 50.0
+pace_decode_ms_per_sequence = 150.0
 """
 VICTIMS = ("train-w0", "train-t0", "toggle_manager", "orchestrator", "node_agent-train", "cluster_rebuilder")
 
@@ -41,7 +41,7 @@ async def lending_of(run: RunningJob) -> lending.Lending:
 
 @pytest.mark.slow
 async def test_lending_survives_the_death_of_whoever_takes_part(tmp_path: Path) -> None:
-    async with running_job(tmp_path, steps=6 + 2 * len(VICTIMS), more=LENDING) as run:
+    async with running_job(tmp_path, steps=4 + 2 * len(VICTIMS), more=LENDING) as run:
         for victim in VICTIMS:
             await run.until(lambda: lent(run), f"GPUs are lent before {victim} dies")
             before = len(run.board.steps)

@@ -370,6 +370,18 @@ def test_whole_hand_overs_are_timed(driver: Driver) -> None:
     assert not timings(driver.say(begun(resume, took_ms=200)))
 
 
+def test_a_hand_over_in_which_a_process_died_teaches_nothing(driver: Driver) -> None:
+    borrow(driver)
+    driver.table(row("t0-w0"), row("t0-w1"))
+    driver.say(gone("t0-t0"), TrainerReady(start_id="2", version=0, ranks=1))
+    driver.table(draining("t0-w0"), draining("t0-w1"))
+    driver.now_ms += 300
+    driver.say(drained("t0-w0"), drained("t0-w1"), released("t0-w0", 2), released("t0-w1", 2))
+    (resume,) = of(TrainerResume, driver.table(*IDLE, training_batch=0))
+    assert "deactivate" not in timings(driver.say(begun(resume, took_ms=9_000)))
+    assert driver.state.costs.return_s is None
+
+
 def test_costs_are_learned_apart_for_steps_with_and_without_a_borrow(driver: Driver) -> None:
     driver.say(finished(0))
     driver.now_ms += 10_000
