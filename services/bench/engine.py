@@ -28,7 +28,7 @@ REFERENCE = "transformers loop"
 
 
 async def measure(
-    folder: Path, *, batches: Sequence[int] = (1, 16, 64), tokens: int = 64, rounds: int = 6
+    folder: Path, *, batches: Sequence[int] = (1, 16, 64), tokens: int = 128, rounds: int = 5
 ) -> list[Figure]:
     """Tokens a second: the best of `rounds`, each way in turn, so that a busy machine disturbs all alike."""
     job, _ = job_in(folder, 1)
