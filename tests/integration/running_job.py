@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,42 @@ silence_ms = 3000
 task_ack_wait_ms = 4000
 {more}
 """
+
+EMULATED = (
+    JOB.replace("{more}", "")
+    + """
+[rollout]
+engine = "emulated"
+kv_cache_tokens = 200000
+prefill_chunk_tokens = 4096
+workers_per_process = {per_process}
+[training]
+engine = "emulated"
+[emulation]
+time_scale = 20.0
+train_s = 4.0
+[environment]
+entry = "services.environments.replay:Replay"
+tokenizer = "services.environments.replay:ReplayTokenizer"
+options = {{ workload = "{data_dir}/workload.csv" }}
+time_scale = 20.0
+{more}
+"""
+)
+"""The same job without arithmetic, on a recorded workload."""
+
+
+def write_workload(folder: Path) -> None:
+    """Short trajectories: three to seven turns of a few dozen tokens."""
+    rng = random.Random(1)
+    lines = ["traj,turn,prompt_tokens,completion_tokens,env_time_s,reward"]
+    for trajectory in range(40):
+        context = rng.randint(200, 900)
+        for turn in range(rng.randint(3, 7)):
+            reply = rng.randint(10, 90)
+            lines.append(f"{trajectory},{turn},{context},{reply},{rng.random() * 2:.2f},{trajectory % 2}")
+            context += reply + rng.randint(5, 200)
+    (folder / "workload.csv").write_text("\n".join(lines) + "\n")
 
 
 class RunningJob:
@@ -112,11 +149,11 @@ def _runs(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def running_job(
-    folder: Path, *, steps: int = 8, seed: int = 0, more: str = "", template: str = JOB
+    folder: Path, *, steps: int = 8, seed: int = 0, more: str = "", template: str = JOB, **places: object
 ) -> AsyncIterator[RunningJob]:
     """Start everything; stop everything at the end, whatever happened."""
     path = folder / "job.toml"
-    path.write_text(template.format(data_dir=folder, steps=steps, seed=seed, more=more))
+    path.write_text(template.format(data_dir=folder, steps=steps, seed=seed, more=more, **places))
     job = jobfile.load(path)
     supervisor = Supervisor(job, path)
     stop = asyncio.Event()
