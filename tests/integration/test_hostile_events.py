@@ -65,7 +65,8 @@ def shape(table: RoleTable | None, only: str = "") -> object:
 def budget(run: RunningJob) -> object:
     latest = run.board.latest_budget
     assert latest is not None
-    return latest.dedicated, latest.leaving
+    # Overlap slots leave whenever a batch is trained, hostile messages or not.
+    return latest.dedicated, tuple(leave for leave in latest.leaving if not leave.worker.startswith("train"))
 
 
 async def settled(run: RunningJob) -> None:
