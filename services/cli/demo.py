@@ -22,6 +22,7 @@ from services.jobfile import ConfigError, JobFile
 from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
+from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
 from services.supervisor.service import Supervisor, on_interrupt
 
@@ -128,6 +129,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     begun = time.monotonic()
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
+    bus: Bus | None = None
     seen_processes: dict[str, int] = {}
 
     def collector_say(text: str) -> None:
@@ -157,9 +159,10 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             return None
         _progress(quiet, "checking every token of the run against the journals ...")
         report = await make_report(bus, job, processes=seen_processes, wall_s=time.monotonic() - begun)
-        await bus.close()
         return None if interrupted.is_set() else report
     finally:
+        if bus is not None:
+            await bus.close()  # before its server goes, which it would complain of
         await supervisor.stop()
 
 
