@@ -13,11 +13,13 @@ from services.jobfile import ConfigError
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit 0 done, 1 the work failed, 2 the input is wrong."""
-    arguments = build_parser().parse_args(argv)
+    command = "pearl"
     try:
+        arguments = build_parser().parse_args(argv)
+        command = f"pearl {arguments.command}"
         return importlib.import_module(f"services.cli.{arguments.module}").run(arguments)
     except ConfigError as error:
-        print(f"pearl {arguments.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
@@ -25,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except _failures() as error:
-        print(f"pearl {arguments.command}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 1
 
 

@@ -24,6 +24,7 @@ from services.jobfile import ConfigError, JobFile
 from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
+from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
 from services.supervisor.service import Started, Supervisor, on_interrupt
 
@@ -130,6 +131,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     begun = time.monotonic()
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
+    bus: Bus | None = None
     seen_processes: dict[str, int] = {}
     cpu_s: dict[tuple[str, int], float] = {}  # by process; the last look at one that ended is within half a second
 
@@ -169,9 +171,10 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             serving=collector.board.serving,
             wall_s=time.monotonic() - begun,
         )
-        await bus.close()
         return None if interrupted.is_set() else report
     finally:
+        if bus is not None:
+            await bus.close()  # before its server goes, which it would complain of
         await supervisor.stop()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Callable
 
 from messages.envelope import Message, UndecodableMessage
@@ -14,7 +15,7 @@ from pearl_state.peers import wrong_batch
 from pearl_state.watch import Replica
 from services.jobfile import JobFile
 from services.monitor.board import KINDS, Board
-from services.runtime.bus import Bus, Delivery
+from services.runtime.bus import Bus, BusUnavailable, Delivery
 from services.runtime.clock import now_ms
 
 DURABLE = tuple(kind for kind in KINDS if kind is not WorkerHeartbeat)
@@ -53,7 +54,8 @@ class Collector:
         heartbeats = await self._bus.subscribe(telemetry_subject(self._job, WorkerHeartbeat))
         try:
             while not stop.is_set():
-                await self.catch_up()
+                with contextlib.suppress(BusUnavailable):  # the broker is away: the next round reads on
+                    await self.catch_up()
                 deadline = now_ms() + round(poll_s * 1000)
                 while (left := deadline - now_ms()) > 0:
                     delivery = await heartbeats.next(left / 1000)

@@ -30,6 +30,8 @@ from services.nats_server.permissions import users
 START_TIMEOUT_S: Final = 20.0
 """A store of some GiB is read at the start; this bounds it."""
 STOP_TIMEOUT_S: Final = 10.0
+PORT_ATTEMPTS: Final = 5
+"""Free ports tried: each is looked for first, and may be taken by another before the server has it."""
 _POLL_S: Final = 0.05
 _WATCH_S: Final = 0.25
 _VERSION: Final = re.compile(r"v?(\d+)\.(\d+)\.\S*")
@@ -91,7 +93,15 @@ def _packaged() -> str | None:
 
 def _check_version(path: Path) -> None:
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
+        said = subprocess.run(
+            # A session of its own: a Ctrl-C at this moment must not look like a broken binary.
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+            start_new_session=True,
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ServerError(f"{path} --version failed ({error}): is it a nats-server for this machine?") from error
     match = _VERSION.search(said)
@@ -122,18 +132,27 @@ class EmbeddedServer:
         earlier = read_running(self._job)
         keys = ensure_keys(keys_dir(self._job), [user.name for user in users(self._job)])
         config = self._dir / "nats.conf"
-        if earlier is not None and await self._answers(_port_of(earlier.url)):
+        if earlier is not None and self._is_ours(earlier.pid) and await self._answers(_port_of(earlier.url)):
             wanted = server_config(self._job, keys, self._place(_port_of(earlier.url)))
             if config.read_text(encoding="utf-8") == wanted and self._job.nats.port in (0, _port_of(earlier.url)):
                 return earlier
             # Left over from a run of an older job file: other nodes, hence other users' permissions.
             await self.stop()
         binary = find_binary(self._job)
-        place = self._place(self._choose_port(earlier))
         self._dir.mkdir(parents=True, exist_ok=True)
-        config.write_text(server_config(self._job, keys, place), encoding="utf-8")
-        process = self._spawn(binary, config)
-        await self._wait_ready(process, place)
+        attempts = 0
+        while True:
+            place = self._place(self._choose_port(earlier))
+            config.write_text(server_config(self._job, keys, place), encoding="utf-8")
+            process = self._spawn(binary, config)
+            attempts += 1
+            try:
+                await self._wait_ready(process, place)
+                break
+            except ServerError:
+                # A port that was free a moment ago, and that somebody else (another demo) has taken since.
+                if self._job.nats.port or is_free(place.port) or attempts == PORT_ATTEMPTS:
+                    raise
         running = Running(url=f"nats://127.0.0.1:{place.port}", pid=process.pid)
         part = running_file(self._job).with_suffix(".part")
         part.write_bytes(msgspec.json.encode(running))
@@ -201,7 +220,8 @@ class EmbeddedServer:
 
     async def _wait_ready(self, process: subprocess.Popen[bytes], place: ServerPlace) -> None:
         waited = 0.0
-        while not await self._answers(place.port):
+        # Its own pid file: what answers on the port may be another job's server of the same name.
+        while not (_pid_in(place.pid_file) == process.pid and await self._answers(place.port)):
             if process.poll() is not None:
                 raise ServerError(f"nats-server ended with status {process.returncode}: {self._last_words(place)}")
             if waited >= START_TIMEOUT_S:
@@ -248,6 +268,13 @@ class EmbeddedServer:
             process = psutil.Process(pid)
             return process.status() != psutil.STATUS_ZOMBIE and str(self._dir / "nats.conf") in process.cmdline()
         return False
+
+
+def _pid_in(path: Path) -> int:
+    try:
+        return int(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return 0
 
 
 def _reap(pid: int) -> None:
