@@ -161,8 +161,9 @@ def describe(name: str, key: str, attention_file: str, host_s: float, host_sourc
         "set_role_s": sourced(
             10.0, "assumed: the paper's 4.3.2 says 'tens of seconds' at most for rebinding, routers and graph capture"
         ),
-        "train_s": sourced(163.8, "PEARL paper, 3.1 (8 training GPUs; the model is not said)"),
+        "train_s": sourced(163.8, "PEARL paper, 3.1 (which model is not said)"),
         "train_batch": 64,
+        "train_gpus": 8,
     }
     if "experts" in model:
         description["linear"]["source"] += (

@@ -31,7 +31,7 @@ class BudgetChanged(Message, frozen=True, kw_only=True, tag="budget.changed/1"):
 class WorkloadProfile(Message, frozen=True, kw_only=True, tag="workload.profile/1"):
     """The makespan models' parameters (paper Table of 4.3 and 4.3.2), refitted after each training step.
 
-    SI units. Names as in the paper; CLI.md gives the same names for `pearl decide --profile`.
+    SI units. Names as in the paper, and in the file of `pearl decide --profile`.
     """
 
     train_step: int

@@ -55,6 +55,8 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True, tag="node.heartbeat/1"):
 class OperationTimed(Message, frozen=True, kw_only=True, tag="operation.timed/1"):
     """An operation of an executor took this long (paper Table 3)."""
 
-    operation: str  # "prepare" | "finalize" | "activate" | "deactivate" | "drain" | "set_role" | "update_weights"
+    # "prepare" | "finalize" | "drain" | "set_role" | "update_weights"; "activate", "deactivate": a whole borrow, a whole
+    # return; "plain_step", "toggled_step": from one train step's end to the next, without and with a borrow between them
+    operation: str
     worker: str
     took_s: float

@@ -22,7 +22,7 @@ from pearl_state.model import (
     servable,
     serves,
 )
-from pearl_state.plan import MinimalPlan, Placement, first_wave
+from pearl_state.plan import changes_of, first_wave
 
 
 def violations(table: RoleTable) -> tuple[str, ...]:
@@ -249,11 +249,7 @@ def _serving_step(old: RoleTable, new: RoleTable, found: list[str]) -> None:
     )
     if lost:
         return
-    plan = MinimalPlan(
-        add=tuple(Placement(assign.worker, assign.role) for assign in new.plan.add),
-        remove=tuple(leave.worker for leave in new.plan.remove),
-        reassign=tuple(Placement(assign.worker, assign.role) for assign in new.plan.reassign),
-    )
+    plan = changes_of(new.plan)
     mandatory = frozenset(leave.worker for leave in target.leaving)
     if first_wave(old.rows, plan, mandatory) != plan:
         found.append(f"plan {plan} cuts all serving workers at once, although a wave could have served on")

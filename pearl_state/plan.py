@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 from messages.ids import Activity, Gpu, NodeId, Role, Stage, WorkerId, Zone
-from pearl_state.model import ROLLOUT_ROLES, Row, serves
+from pearl_state.model import ROLLOUT_ROLES, PlanRecord, Row, serves
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -72,6 +72,15 @@ class MinimalPlan(msgspec.Struct, frozen=True, kw_only=True):
     def empty(self) -> bool:
         """Nothing to do: the target is reached."""
         return not (self.add or self.remove or self.reassign)
+
+
+def changes_of(plan: PlanRecord) -> MinimalPlan:
+    """What the plan in a table changes."""
+    return MinimalPlan(
+        add=tuple(Placement(assign.worker, assign.role) for assign in plan.add),
+        remove=tuple(leave.worker for leave in plan.remove),
+        reassign=tuple(Placement(assign.worker, assign.role) for assign in plan.reassign),
+    )
 
 
 def fit(counts: Counts, workers: int) -> Counts:

@@ -113,7 +113,9 @@ class EmulationSection(_Section, frozen=True, kw_only=True):
 
     hardware: str = "h800-qwen3-8b"  # a built-in description, or a JSON file of that form (services/timing/hardware.py)
     time_scale: PositiveFloat = 1.0  # emulated seconds per second; scale environment and feed alike
-    train_s: NonNegativeFloat = 0.0  # emulated seconds of a train step; 0: the description's, for the batch's size
+    train_s: NonNegativeFloat = (
+        0.0  # emulated seconds of a train step; 0: the description's, for this batch on these GPUs
+    )
 
 
 class TrainingSection(_Section, frozen=True, kw_only=True):
@@ -307,6 +309,11 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
                 f"nodes.{node.name}: {node.gpus} GPUs are not enough for one worker of "
                 f"rollout.gpus_per_worker = {job.rollout.gpus_per_worker}"
             )
+    if job.rollout.workers_per_process > 1 and job.rollout.engine != "emulated":
+        yield (
+            f"rollout.workers_per_process = {job.rollout.workers_per_process}: only emulated workers share a process; "
+            'set it to 1, or rollout.engine = "emulated"'
+        )
     workers = sum(node.gpus // job.rollout.gpus_per_worker for node in job.nodes)
     if workers > MOST_WORKERS:
         yield f"nodes: their GPUs make {workers} workers; a job has at most {MOST_WORKERS}"

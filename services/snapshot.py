@@ -16,15 +16,19 @@ import shutil
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Final
+from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 MANIFEST: Final = "manifest.json"
 COPIED: Final = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
@@ -37,6 +41,8 @@ READ_TIMEOUT_S: Final = 30.0
 """A source that sends nothing for so long has failed."""
 SHARE_TIMEOUT_S: Final = 600.0
 """Longest wait for another worker of the node that fetches the same snapshot."""
+HASHERS: Final = min(4, os.cpu_count() or 1)
+"""Files whose checksums are computed at once; a node's workers may all be at it."""
 CACHED: Final = 3
 """Snapshots kept in a node's cache: the one being loaded, the one before, and one for a worker that lags."""
 
@@ -104,11 +110,10 @@ def write_folder(fill: Callable[[Path], None], root: str | Path, version: int, *
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=base))
     try:
         fill(draft)
-        entries = tuple(_entry(file) for file in sorted(draft.iterdir()))
+        entries = tuple(_on_each(_synced_entry, sorted(draft.iterdir())))
         manifest = msgspec.json.encode(Manifest(version, entries))
         (draft / MANIFEST).write_bytes(manifest)
-        for file in draft.iterdir():
-            _sync(file)
+        _sync(draft / MANIFEST)
         digest = hashlib.sha256(manifest).hexdigest()
         target = base / f"v{version:08d}"
         if not _same(target, digest):
@@ -137,8 +142,8 @@ def verify(directory: str | Path, manifest_sha256: str) -> Manifest:
     """Check every byte of a snapshot folder. Raises SnapshotError naming the first file that is wrong."""
     base = Path(directory)
     manifest = _manifest(_read(base / MANIFEST), manifest_sha256, str(base))
-    for entry in manifest.files:
-        problem = _problem(base / entry.name, entry)
+    problems = _on_each(lambda entry: _problem(base / entry.name, entry), manifest.files)
+    for entry, problem in zip(manifest.files, problems, strict=True):
         if problem:
             raise SnapshotError(f"{base / entry.name}: {problem}")
     return manifest
@@ -289,8 +294,18 @@ def _digest(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-def _entry(file: Path) -> FileEntry:
-    return FileEntry(file.name, file.stat().st_size, _digest(file))
+def _synced_entry(file: Path) -> FileEntry:
+    digest = _digest(file)
+    _sync(file)
+    return FileEntry(file.name, file.stat().st_size, digest)
+
+
+def _on_each(work: Callable[[T], R], files: Sequence[T]) -> list[R]:
+    """`work` of each, in order, several at once: checksums, most of a snapshot's time, are computed without the GIL."""
+    if len(files) < 2:
+        return [work(file) for file in files]
+    with ThreadPoolExecutor(min(HASHERS, len(files)), thread_name_prefix="snapshot") as pool:
+        return list(pool.map(work, files))
 
 
 def _sync(path: Path) -> None:

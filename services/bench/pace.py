@@ -1,19 +1,22 @@
-"""`pearl bench pace`: whether paced colocated workers are as fast as eq. 1 says (paper 4.3.1).
+"""`pearl bench pace`: whether paced workers are as fast as eq. 1-3 say, colocated and disaggregated (paper 4.3.1).
 
-Engines of the job's rollout section in this process, each with its share of `B` clients that send turn after turn.
-Without a paced time there is nothing to compare with. Agents, routers and NATS take no part.
+Engines of the job's rollout section in this process, serving `B` clients that send turn after turn, each to the least
+loaded. Without a paced time there is nothing to compare with. Agents, routers and NATS take no part.
 """
 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import random
 import time
 from typing import Any
 
+import msgspec
+
 from messages.decision_engine import WorkloadProfile
 from messages.ids import PolicyVersion, Role
-from services.decision_engine.makespan import colocated_makespan_s
+from services.decision_engine.makespan import colocated_makespan_s, disaggregated_makespan_s
 from services.jobfile import JobFile
 from services.models import initial_model
 from services.models.config import ModelConfig
@@ -25,79 +28,121 @@ WARM_UP_TURNS = 2
 """The first turns of all clients begin together, and models are cold."""
 
 
-async def measure(job: JobFile, workers: int, *, prompt: int, turns: int) -> dict[str, Any]:
-    """Seconds a turn with prompts of `prompt` fresh tokens, beside eq. 1's. Any: a JSON object."""
-    engines = [make_engine(job.rollout, job.model.device) for _ in range(workers)]
+class _Side:
+    """Engines of one role, and how many requests each has."""
+
+    def __init__(self, engines: list[Engine]) -> None:
+        self.engines = engines
+        self.load = [0] * len(engines)
+
+    def take(self) -> int:
+        index = self.load.index(min(self.load))
+        self.load[index] += 1
+        return index
+
+
+class _Bench:
+    """The engines of one configuration; `prefill` is empty where they are colocated."""
+
+    def __init__(self, job: JobFile, prefill: list[Engine], decode: list[Engine], vocabulary: int) -> None:
+        self.job = job
+        self.prefill, self.decode = _Side(prefill), _Side(decode)
+        self.vocabulary = vocabulary
+        self.rooms = itertools.count(1)
+        self.spans: list[tuple[float, float]] = []
+
+    async def client(self, index: int, prompt: int, turns: int) -> None:
+        """So many turns of fresh prompts, one after the other."""
+        draw = random.Random(index)
+        for turn in range(turns + WARM_UP_TURNS):
+            spec = GenerateSpec(
+                request=f"c{index}/{turn}",
+                attempt=1,
+                prompt=[draw.randrange(self.vocabulary) for _ in range(prompt)],
+                prefix=[],
+                max_new_tokens=self.job.pipeline.max_new_tokens,
+                temperature=1.0,
+                seed=index * 1000 + turn,
+                stop_ids=[],
+            )
+            began = time.monotonic()
+            await self._turn(spec)
+            if turn >= WARM_UP_TURNS:
+                self.spans.append((began, time.monotonic()))
+
+    async def _turn(self, spec: GenerateSpec) -> None:
+        decode = self.decode.take()
+        engine = self.decode.engines[decode]
+        if not self.prefill.engines:
+            await _run(engine, spec)
+        else:
+            prefill = self.prefill.take()
+            host, _, port = self.prefill.engines[prefill].endpoint.rpartition(":")
+            spec = msgspec.structs.replace(
+                spec, bootstrap_host=host, bootstrap_port=int(port), bootstrap_room=next(self.rooms)
+            )
+            first = asyncio.create_task(self._prefilled(prefill, spec))
+            await _run(engine, spec)
+            await first
+        self.decode.load[decode] -= 1
+
+    async def _prefilled(self, index: int, spec: GenerateSpec) -> None:
+        await _run(self.prefill.engines[index], spec)
+        self.prefill.load[index] -= 1
+
+
+async def _run(engine: Engine, spec: GenerateSpec) -> None:
+    async for chunk in engine.generate(spec):
+        assert chunk.finish in ("", "length", "handed_over"), f"{chunk.finish}: {chunk.reason}"
+
+
+async def measure(
+    job: JobFile, *, prefill: int, decode: int, colocated: int, prompt: int, turns: int
+) -> dict[str, Any]:
+    """Seconds a turn with prompts of `prompt` fresh tokens, beside the models'. Any: a JSON object."""
     model = str(await asyncio.to_thread(initial_model, job))
-    vocabulary = ModelConfig.load(model).vocab_size
-    for engine in engines:
+    roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.COLOCATED] * colocated
+    engines = [make_engine(job.rollout, job.model.device) for _ in roles]
+    for engine, role in zip(engines, roles, strict=True):
         await engine.start()
         await engine.load_snapshot(model, PolicyVersion(0))
-        await engine.set_role(Role.COLOCATED)
+        await engine.set_role(role)
     clients = job.pipeline.batch_trajectories
-    spans: list[tuple[float, float]] = []
+    bench = _Bench(job, engines[:prefill], engines[prefill:], ModelConfig.load(model).vocab_size)
     try:
-        await asyncio.gather(
-            *(
-                _client(engines[index % workers], index, prompt, vocabulary, job, turns, spans)
-                for index in range(clients)
-            )
-        )
-        load = [engine.load() for engine in engines]
+        await asyncio.gather(*(bench.client(index, prompt, turns) for index in range(clients)))
     finally:
         for engine in engines:
             await engine.stop()
-    took_s = sum(end - begin for begin, end in spans) / len(spans)
+    took_s = sum(end - begin for begin, end in bench.spans) / len(bench.spans)
     profile = _profile(job, prompt, clients)
-    predicted_s = colocated_makespan_s(profile, workers)
+    predicted_s = (
+        colocated_makespan_s(profile, colocated) if colocated else disaggregated_makespan_s(profile, prefill, decode)
+    )
     return {
-        "workers": workers,
+        "prefill": prefill,
+        "decode": decode,
+        "colocated": colocated,
         "clients": clients,
         "turn_s": round(took_s, 4),
         "predicted_s": round(predicted_s, 4),
         "ratio": round(took_s / predicted_s, 4),
-        "decode_batch": round(
-            sum(each.decode_batch_sum for each in load) / sum(each.decode_iterations for each in load), 1
-        ),
         "tokens_per_s": round(clients * job.pipeline.max_new_tokens / took_s, 1),
     }
 
 
 def _profile(job: JobFile, prompt: int, clients: int) -> WorkloadProfile:
     """One turn of every client: S = 1, no environment; the first token comes from the prefill."""
-    import msgspec
-
     return msgspec.structs.replace(
         built_in(job),
         B=clients,
         S=1.0,
         r=float(job.pipeline.max_new_tokens - 1),
         dL=float(prompt),
+        theta=0.0,
         A_s=job.rollout.pace_decode_ms / 1e3,
         b_s=job.rollout.pace_decode_ms_per_sequence / 1e3,
         t_prefill_s=job.rollout.pace_prefill_us_per_token / 1e6,
         T_over_s=0.0,
         T_env_s=0.0,
     )
-
-
-async def _client(
-    engine: Engine, index: int, prompt: int, vocabulary: int, job: JobFile, turns: int, spans: list[tuple[float, float]]
-) -> None:
-    draw = random.Random(index)
-    for turn in range(turns + WARM_UP_TURNS):
-        spec = GenerateSpec(
-            request=f"c{index}/{turn}",
-            attempt=1,
-            prompt=[draw.randrange(vocabulary) for _ in range(prompt)],
-            prefix=[],
-            max_new_tokens=job.pipeline.max_new_tokens,
-            temperature=1.0,
-            seed=index * 1000 + turn,
-            stop_ids=[],
-        )
-        began = time.monotonic()
-        async for chunk in engine.generate(spec):
-            assert chunk.finish in ("", "length"), chunk.reason
-        if turn >= WARM_UP_TURNS:
-            spans.append((began, time.monotonic()))

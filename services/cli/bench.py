@@ -6,22 +6,109 @@ import argparse
 import asyncio
 import json
 import sys
+import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import uvloop
 from rich.console import Console
 from rich.table import Table
 
 from services import jobfile
+from services.bench.figures import Figure
 from services.cli.demo import new_run
+from services.cli.parser import FIGURES
 from services.jobfile import ConfigError, parse_policy
 
+CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 0), (3, 1, 0), (2, 2, 0), (4, 1, 0))
+"""(prefill, decode, colocated) workers that `pace` measures: what the demo's budgets allow."""
+PROMPT = 8
+"""Tokens of a prompt there: about what a turn of the demo computes."""
 PACE_TURNS = 6
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 1 if a run broke an invariant."""
-    return {"policies": _policies, "pace": _pace}[arguments.name](arguments)
+    """Exit 1 if a run broke an invariant. A target that a figure misses is shown, and no failure."""
+    return {"policies": _policies, "pace": _pace}.get(arguments.name, _figures)(arguments)
+
+
+def _figures(arguments: argparse.Namespace) -> int:
+    from services.bench.figures import as_json, write_report
+
+    report = None if arguments.report is None else Path(arguments.report).resolve()
+    if report is not None and (not report.parent.is_dir() or report.is_file()):
+        raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    names = FIGURES if arguments.name == "all" else (arguments.name,)
+    figures = uvloop.run(_measure(names, Path(arguments.data_dir), arguments.seed))
+    if report is not None:
+        write_report(figures, report)
+    if arguments.json:
+        print(json.dumps(as_json(figures)))
+    else:
+        _print_figures(figures)
+    return 0
+
+
+async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figure]:
+    """One after the other: two at once would measure each other."""
+    from services.bench import plan, processes, router, snapshot, stream, table
+
+    figures: list[Figure] = []
+    usage: processes.Usage | None = None
+    for name in names:
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(prefix="pearl-bench-") as temporary:
+            folder = Path(temporary)
+            match name:
+                case "table":
+                    figures += await table.measure(folder)
+                case "plan":
+                    figures += await asyncio.to_thread(plan.measure, folder)
+                case "router":
+                    figures += await router.measure(folder)
+                case "stream":
+                    figures += await stream.measure(folder)
+                case "engine":
+                    from services.bench import engine  # torch, and transformers: heavy
+
+                    figures += await engine.measure(folder)
+                case "snapshot":
+                    figures += await asyncio.to_thread(snapshot.measure, folder)
+                case _:
+                    if usage is None:  # one run of a job is enough for both
+                        usage = await processes.observe(new_run(data_dir, seed=seed, changes={}, engine="emulated"))
+                    figures += (
+                        await processes.turn_figures(usage, folder)
+                        if name == "turn"
+                        else processes.memory_figures(usage)
+                    )
+    return figures
+
+
+def _print_figures(figures: Sequence[Figure]) -> None:
+    table = Table(title="figures beside their references, measured in this run", title_justify="left")
+    for column in ("", "case", "value", "reference", "ratio", "reference is", "target", ""):
+        table.add_column(column, justify="right" if column in ("value", "reference", "ratio") else "left")
+    before = ""
+    for each in figures:
+        table.add_row(
+            "" if each.benchmark == before else each.benchmark,
+            each.case,
+            f"{each.value:,.3g} {each.unit}" if abs(each.value) < 1000 else f"{each.value:,.0f} {each.unit}",
+            ""
+            if each.reference is None
+            else f"{each.reference:,.3g}"
+            if each.reference < 1000
+            else f"{each.reference:,.0f}",
+            "" if each.ratio is None else f"{each.ratio:.2f} x",
+            each.reference_is,
+            each.target,
+            {True: "met", False: "missed", None: ""}[each.met],
+            style="bold" if each.met is False else None,
+        )
+        before = each.benchmark
+    Console(width=max(Console().width, 120)).print(table)
 
 
 def _policies(arguments: argparse.Namespace) -> int:
@@ -74,19 +161,21 @@ def _print_policies(result: dict[str, Any]) -> None:
 def _pace(arguments: argparse.Namespace) -> int:
     from services.bench.pace import measure
 
-    path = new_run(Path(arguments.data_dir), seed=arguments.seed, changes={})
-    job = jobfile.load(path)
-    found = [asyncio.run(measure(job, workers, prompt=8, turns=PACE_TURNS)) for workers in (2, 3, 4, 5)]
+    job = jobfile.load(new_run(Path(arguments.data_dir), seed=arguments.seed, changes={}))
+    found: list[dict[str, Any]] = []
+    for prefill, decode, colocated in CONFIGURATIONS:
+        done = measure(job, prefill=prefill, decode=decode, colocated=colocated, prompt=PROMPT, turns=PACE_TURNS)
+        found.append(asyncio.run(done))
     if arguments.json:
         print(json.dumps({"pace": found}))
         return 0
-    table = Table(title="paced colocated workers beside eq. 1", title_justify="left")
-    for column in ("workers", "clients", "seconds a turn", "eq. 1", "ratio", "tokens/s"):
+    table = Table(title="paced workers beside eq. 1-3", title_justify="left")
+    for column in ("workers", "seconds a turn", "predicted", "ratio", "tokens/s"):
         table.add_column(column, justify="right")
     for each in found:
+        name = f"{each['colocated']}C" if each["colocated"] else f"{each['prefill']}P{each['decode']}D"
         table.add_row(
-            str(each["workers"]),
-            str(each["clients"]),
+            name,
             f"{each['turn_s']:.3f}",
             f"{each['predicted_s']:.3f}",
             f"{each['ratio']:.3f}",

@@ -10,8 +10,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+import psutil
 
 from services import jobfile
 from services.cli import demo_jobs
@@ -24,7 +26,7 @@ from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
-from services.supervisor.service import Supervisor, on_interrupt
+from services.supervisor.service import Started, Supervisor, on_interrupt
 
 LIMIT_S = 285.0
 """A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
@@ -131,6 +133,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     collector: Collector | None = None
     bus: Bus | None = None
     seen_processes: dict[str, int] = {}
+    cpu_s: dict[tuple[str, int], float] = {}  # by process; the last look at one that ended is within half a second
 
     def collector_say(text: str) -> None:
         if collector is not None:
@@ -147,7 +150,9 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
         if picture is not None:
             watching.append(asyncio.create_task(record(collector.board, job, stop, picture)))
         while not stop.is_set():
-            seen_processes.update((each.name, each.pid) for each in supervisor.processes())
+            running = supervisor.processes()
+            seen_processes.update((each.name, each.pid) for each in running)
+            cpu_s.update(_processor_seconds(running))
             over_time = time.monotonic() - begun > LIMIT_S
             if len(collector.board.steps) >= job.pipeline.train_steps or over_time:
                 stop.set()
@@ -158,12 +163,37 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             _progress(quiet, "interrupted: stopping all processes ...")
             return None
         _progress(quiet, "checking every token of the run against the journals ...")
-        report = await make_report(bus, job, processes=seen_processes, wall_s=time.monotonic() - begun)
+        report = await make_report(
+            bus,
+            job,
+            processes=seen_processes,
+            cpu_s=_by_name(cpu_s),
+            serving=collector.board.serving,
+            wall_s=time.monotonic() - begun,
+        )
         return None if interrupted.is_set() else report
     finally:
         if bus is not None:
             await bus.close()  # before its server goes, which it would complain of
         await supervisor.stop()
+
+
+def _processor_seconds(processes: Iterable[Started]) -> dict[tuple[str, int], float]:
+    """What each has used so far."""
+    found: dict[tuple[str, int], float] = {}
+    for each in processes:
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(each.pid).cpu_times()
+            found[each.name, each.pid] = times.user + times.system
+    return found
+
+
+def _by_name(cpu_s: Mapping[tuple[str, int], float]) -> dict[str, float]:
+    """Over all processes that had a name."""
+    found: dict[str, float] = {}
+    for (name, _), seconds in cpu_s.items():
+        found[name] = found.get(name, 0.0) + seconds
+    return found
 
 
 async def _watch(job: JobFile, stop: asyncio.Event, collector: Collector, quiet: bool) -> None:

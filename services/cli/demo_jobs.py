@@ -22,6 +22,8 @@ LEAST_WORKERS: Final = 16
 TRAJECTORIES_PER_WORKER: Final = 4
 BIG_STEPS: Final = 3
 """Train steps with more workers than `LEAST_WORKERS`, where none are asked for: each takes longer, since time is scaled less."""
+WORKERS_PER_PROCESS: Final = 16
+"""With more workers than `LEAST_WORKERS`: processes by the dozen would mostly wait for each other's start."""
 SCALE: Final = re.compile(r"(?m)^time_scale = ([0-9.]+)")
 
 
@@ -42,8 +44,8 @@ def changed(text: str, changes: Mapping[str, str]) -> str:
 def with_workers(text: str, workers: int, steps_given: bool) -> str:
     """The emulated demo with another number of workers, half of them overlap. Raises ConfigError.
 
-    The trace gives no more preemptible ones, so the rest is reserved. The batch grows alike, and time is scaled less by as much:
-    what has to be done in a real second stays the same.
+    The trace gives no more preemptible ones, so the rest is reserved. The batch grows alike, and time is scaled less, by the root
+    of as much: the run takes longer, and the machine has more to do in a second of it.
     """
     if workers < LEAST_WORKERS or workers % 2:
         raise ConfigError(f"--workers {workers}: an even number from {LEAST_WORKERS} on")
@@ -53,7 +55,8 @@ def with_workers(text: str, workers: int, steps_given: bool) -> str:
     text = text.replace('zone = "training"\ngpus = 8\n', f'zone = "training"\ngpus = {workers}\n', 1)
     begin = text.index('[[nodes]]\nname = "train2"')
     text = text[:begin] + text[text.index("[rollout]") :]
-    text = SCALE.sub(lambda found: f"time_scale = {float(found[1]) * LEAST_WORKERS / workers:g}", text)
+    text = SCALE.sub(lambda found: f"time_scale = {float(found[1]) * (LEAST_WORKERS / workers) ** 0.5:g}", text)
+    text = text.replace("[emulation]", f"workers_per_process = {WORKERS_PER_PROCESS}\n\n[emulation]", 1)
     changes = {"batch_trajectories": str(TRAJECTORIES_PER_WORKER * workers)}
     if not steps_given:
         changes["train_steps"] = str(BIG_STEPS)

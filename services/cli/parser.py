@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+FIGURES = ("table", "plan", "router", "stream", "turn", "engine", "snapshot", "memory")
+"""Benchmarks that give figures beside references; the code is in `services.bench`."""
+
 
 def build_parser() -> argparse.ArgumentParser:
     """The whole command line; each subcommand names the module of `services.cli` that runs it."""
@@ -44,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument("--node", help="node_agent: the node it is on")
     service.add_argument("--worker", help="rollout_worker, trainer: the worker slot")
     service.add_argument("--incarnation", type=int, help="rollout_worker, trainer: which process of the slot this is")
-    service.add_argument("--index", type=int, default=0, help="agent: which of several")
+    service.add_argument("--index", type=int, default=0, help="agent, emulated_fleet: which of several")
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")
     _where(status)
@@ -80,12 +83,17 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         nargs="?",
-        choices=("policies", "pace"),
-        default="policies",
-        help="policies: rollout throughput, planner against fixed policies, same trace and seed; "
-        "pace: paced workers beside the makespan model (default: policies)",
+        choices=("all", *FIGURES, "policies", "pace"),
+        default="all",
+        metavar="NAME",
+        help=f"{', '.join(FIGURES)}: each part beside its reference, all: all of these (default); "
+        "policies: rollout throughput, planner against fixed policies, same trace and seed; "
+        "pace: paced workers beside the makespan model",
     )
     _json(bench)
+    bench.add_argument(
+        "--report", metavar="DIR", default=None, help="also leave bench.json and bench.svg there (not policies, pace)"
+    )
     bench.add_argument("--seed", type=_seed, default=0, help="of tasks, sampling, model and trace victims")
     bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
     bench.add_argument(
@@ -96,6 +104,15 @@ def build_parser() -> argparse.ArgumentParser:
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)
     _json(check)
+
+    doctor = command("doctor", "doctor", "what is wrong with this machine, NATS, the job file; says what to do")
+    doctor.add_argument(
+        "-c", "--config", default=None, metavar="FILE", help="the job file (default: the newest run's, or the demo's)"
+    )
+    _json(doctor)
+
+    completion = command("completion", "completion", "a shell's completion script: source it in the shell's start file")
+    completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
 
 

@@ -28,15 +28,16 @@ from services.trainer.config import Config as TrainerConfig
 
 def preflight(job: JobFile, job_path: Path) -> None:
     """Raises ConfigError for the first thing that would keep the job from running on this machine."""
-    _check_nodes(job)
+    check_nodes(job)
     _check_data_dir(job)
-    _check_configs(job, job_path)
+    check_configs(job, job_path)
     _check_nats(job)
-    tokenizer = _check_environment(job)
+    tokenizer = check_environment(job)
     _check_model(job, tokenizer)
 
 
-def _check_nodes(job: JobFile) -> None:
+def check_nodes(job: JobFile) -> None:
+    """Something trains, something generates. Raises ConfigError."""
     if not job.nodes:
         raise ConfigError("nodes: there is none; add a [[nodes]] table for each machine (name, zone, gpus)")
     if not any(node.zone is Zone.TRAINING for node in job.nodes):
@@ -61,7 +62,7 @@ def _check_data_dir(job: JobFile) -> None:
         ) from error
 
 
-def _check_configs(job: JobFile, job_path: Path) -> None:
+def check_configs(job: JobFile, job_path: Path) -> None:
     """What each service reads of the job file."""
     AgentConfig.of(job)
     DecisionConfig.of(job)
@@ -103,7 +104,7 @@ def _check_foreign_nats(job: JobFile) -> None:
     check_reachable(job)
 
 
-def _check_environment(job: JobFile) -> Tokenizer:
+def check_environment(job: JobFile) -> Tokenizer:
     """An environment (which is not begun: that may cost something) and the tokenizer can be made."""
     environment_factory(job)
     return load_tokenizer(job)

@@ -21,19 +21,18 @@ def decide(
     *,
     disaggregation: bool = True,
     rho_max: float = 0.95,
-    engine: str = "torch",
 ) -> dict[str, Any]:  # Any: a JSON object
     """The configuration that the decision engine would choose where nothing runs yet, and every candidate.
 
     Returns `{"chosen": {mode, prefill, decode, colocated, makespan_s}, "candidates": [{prefill, decode, colocated,
     makespan_s, feasible, reason}, ..]}`; `makespan_s` is None where infeasible. `disaggregation=False` decides as a
-    job whose engine cannot disaggregate. Raises ProfileError (a ConfigError): exit status 2.
+    job with `decision.disaggregation` off. Raises ProfileError (a ConfigError): exit status 2.
     """
     if isinstance(workers, bool) or not isinstance(workers, int):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise ProfileError(f"workers is {workers!r}: give a whole number")
     if not 0 <= workers <= MOST_WORKERS:
         raise ProfileError(f"workers = {workers}: give a whole number from 0 to {MOST_WORKERS}")
-    impossible = "" if disaggregation else f"engine {engine} does not disaggregate yet"
+    impossible = "" if disaggregation else "decision.disaggregation is off"
     choice = choose(parse_profile(profile), workers, None, Policy(rho_max=rho_max, impossible=impossible))
     return {
         "chosen": {

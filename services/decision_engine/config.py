@@ -41,7 +41,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                 growth_threshold=section.growth_threshold,
                 rho_max=section.rho_max,
                 fixed=fixed,
-                impossible="" if section.disaggregation else f"engine {job.rollout.engine} does not disaggregate yet",
+                impossible="" if section.disaggregation else "decision.disaggregation is off",
             ),
             cold_start=cold_start(job),
             workers=frozenset(slot.worker for slot in rollout_slots(job)) or None,

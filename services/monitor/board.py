@@ -18,6 +18,7 @@ from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompl
 from messages.runtime_tracker import WorkerHeartbeat
 from pearl_state.model import RoleTable
 from services.jobfile import JobFile
+from services.monitor.bottleneck import Serving
 from services.monitor.history import Change, PlanFold, change_text
 
 KINDS: Final[tuple[type[Message], ...]] = (
@@ -67,6 +68,7 @@ class Board:
         self.preemptions = 0
         self.arrivals = 0
         self.training = False
+        self.serving = Serving()
         self._windows: dict[str, deque[tuple[int, int]]] = {}
 
     def take(self, at_ms: int, message: object) -> None:
@@ -128,6 +130,7 @@ class Board:
     def _on_heartbeat(self, at_ms: int, message: WorkerHeartbeat) -> None:
         if self.table is not None and self.table.row(message.worker) is None:
             return
+        self.serving.take(at_ms, message)
         window = self._windows.setdefault(f"{message.worker}.{message.incarnation}", deque())
         window.append((at_ms, message.decode_tokens))
         while window and at_ms - window[0][0] > RATE_WINDOW_MS:

@@ -11,11 +11,13 @@ import msgspec
 from messages.envelope import Message
 from messages.executors import ReconfigurationPlan
 from messages.monitor import DecisionRecord, GpusReturned
-from messages.orchestrator import WeightsApplied, WorkerReleased
+from messages.orchestrator import PlanProgress, WeightsApplied, WorkerReleased
 from messages.toggle_manager import TrainerReleased, TrainerResumed
+from services.monitor.history import PlanFold, changes_of
 
 KINDS: Final[tuple[type[Message], ...]] = (
     ReconfigurationPlan,
+    PlanProgress,
     DecisionRecord,
     GpusReturned,
     TrainerReleased,
@@ -38,7 +40,7 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
     """Counts over a run. `memory` by side: "trainer" (all its ranks together), "workers" (each overlap worker)."""
 
-    count: int  # plans that lent training GPUs, as far as their cut epoch
+    count: int  # plans that lent training GPUs: past their cut epoch, and not rolled back
     denied_by_gate: int  # budgets with idle training GPUs that eq. 7 never let rollout have
     returns: int  # times that training asked while GPUs were lent, or about to be
     late_returns: int  # of these, those in which it did not have them by its deadline
@@ -52,20 +54,13 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
 
 def lending_of(events: Sequence[Message], overlap: Collection[str]) -> Lending:
     """What the events say about the overlap workers named."""
-    lent = {
-        event.plan_id
-        for event in events
-        if isinstance(event, ReconfigurationPlan)
-        and event.stage == "applying"
-        and any(assign.worker in overlap for assign in event.add)
-    }
     asked: dict[int, bool] = {}  # by budget: whether its idle training GPUs were borrowed at some mark
     for event in events:
         if isinstance(event, DecisionRecord) and event.lending and event.overlap_workers > 0:
             asked[event.budget_id] = asked.get(event.budget_id, False) or event.borrow
     returns = {event.batch: event for event in events if isinstance(event, GpusReturned)}
     return Lending(
-        count=len(lent),
+        count=sum(bool(change.borrowed) for change in changes_of(events, PlanFold(overlap))),
         denied_by_gate=sum(not borrowed for borrowed in asked.values()),
         returns=len(returns),
         late_returns=sum(event.at_ms > event.deadline_ms for event in returns.values()),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from statistics import fmean
@@ -25,6 +26,7 @@ from services.checker.core import Report
 from services.environments.loading import load_class
 from services.jobfile import JobFile, rollout_slots
 from services.monitor import lending
+from services.monitor.bottleneck import Busy, Serving, busy_of
 from services.monitor.history import Change, PlanFold, change_text, changes_of
 from services.monitor.view import spark
 from services.runtime.bus import Bus
@@ -64,6 +66,8 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     evaluations: tuple[tuple[int, float], ...]
     train_s: float
     processes: dict[str, int]
+    cpu_s: dict[str, float]  # processor seconds by process name
+    busy: Busy
     wall_s: float
 
     @property
@@ -81,7 +85,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.rewards) >= job.pipeline.train_steps and not self.checked.violations
 
     def to_json(self) -> str:
-        """The object that CLI.md describes."""
+        """The object that `pearl demo --json` prints."""
         checked = self.checked
         body: dict[str, Any] = {
             "train_steps": len(self.rewards),
@@ -112,6 +116,9 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "rollout_tokens_per_s": round(self.throughput, 1),
             "decisions": self.decisions,
             "processes": [{"name": name, "pid": pid} for name, pid in sorted(self.processes.items())],
+            "bottleneck": self.busy.bottleneck,
+            "busy": {name: round(share, 4) for name, share in msgspec.structs.asdict(self.busy).items()},
+            "cpu_s": {name: round(seconds, 2) for name, seconds in sorted(self.cpu_s.items())},
             "wall_s": round(self.wall_s, 1),
         }
         return json.dumps(body)
@@ -149,7 +156,9 @@ async def read_events(bus: Bus, job_name: str) -> list[tuple[int, Message]]:
     return events
 
 
-async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall_s: float) -> DemoReport:
+async def make_report(
+    bus: Bus, job: JobFile, *, processes: dict[str, int], cpu_s: dict[str, float], serving: Serving, wall_s: float
+) -> DemoReport:
     """Read the whole event stream and let the checker read journals and attempt logs."""
     timed = await read_events(bus, job.job.name)
     events = [event for _, event in timed]
@@ -171,6 +180,15 @@ async def make_report(bus: Bus, job: JobFile, *, processes: dict[str, int], wall
         evaluations=tuple((event.version, event.reward_mean) for event in events if isinstance(event, Evaluated)),
         train_s=sum(event.train_s for event in steps.values()),
         processes=processes,
+        cpu_s=cpu_s,
+        busy=busy_of(
+            serving,
+            steps.values(),
+            [event for event in events if isinstance(event, TrajectoryCompleted)],
+            wall_s=wall_s,
+            cpu_s=sum(cpu_s.values()),
+            processors=len(os.sched_getaffinity(0)),
+        ),
         wall_s=wall_s,
     )
 
@@ -258,6 +276,7 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
     )
     table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
+    table.add_row("bottleneck", report.busy.text)
     table.add_row("decisions", f"{report.decisions}, each with its record in {job.run_dir / 'decisions.jsonl'}")
     table.add_row("processes", f"{len(report.processes)} started")
     table.add_row("files", f"{job.run_dir}")

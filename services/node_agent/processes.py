@@ -13,6 +13,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import psutil
@@ -37,6 +38,21 @@ class PidFile(msgspec.Struct, frozen=True, kw_only=True):
     start_time: float  # Unix seconds
     gpus: tuple[int, ...]
     service: str
+
+
+class Process(Protocol):
+    """What is started for a worker, as its agent sees it."""
+
+    @property
+    def record(self) -> PidFile: ...
+
+    def signal(self, hard: bool) -> None:
+        """SIGTERM, or SIGKILL if `hard`. One that has ended is no error."""
+        ...
+
+    async def ended(self) -> str:
+        """Wait for the end and say how: "exit:1", "signal:9", "exit:unknown"."""
+        ...
 
 
 class Supervised:
@@ -140,7 +156,7 @@ class Pids:
         service: str,
         command: Sequence[str],
         environment: Mapping[str, str],
-    ) -> Supervised:
+    ) -> Process:
         """Start a process in a session of its own, its output in a log file, its pid file written. Raises OSError."""
         self._pids.mkdir(parents=True, exist_ok=True)
         self._logs.mkdir(parents=True, exist_ok=True)

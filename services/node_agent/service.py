@@ -42,7 +42,7 @@ from services.node_agent.core import (
     StartFailed,
     Stop,
 )
-from services.node_agent.processes import Pids, Supervised, is_same
+from services.node_agent.processes import Pids, Process, Supervised, is_same
 from services.runtime.bus import Bus, BusError, Consumer, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Input, Note, Refuse, Send, Tick
@@ -90,8 +90,15 @@ class NodeAgent:
     """Shell of `NodeAgentCore`."""
 
     def __init__(
-        self, config: Config, bus: Bus, job_name: str, command: Command = command_line, clock: Clock = now_ms
+        self,
+        config: Config,
+        bus: Bus,
+        job_name: str,
+        command: Command = command_line,
+        clock: Clock = now_ms,
+        pids: Pids | None = None,
     ) -> None:
+        """`pids`: what starts its processes, if not the ordinary one."""
         self._config = config
         self._bus = bus
         self._job = job_name
@@ -99,8 +106,8 @@ class NodeAgent:
         self._clock = clock
         self._core = NodeAgentCore(config)
         self._state: NodeState = self._core.initial()
-        self._pids = Pids(config.run_dir)
-        self._running: dict[WorkerId, Supervised] = {}
+        self._pids = pids or Pids(config.run_dir)
+        self._running: dict[WorkerId, Process] = {}
         self._inbox: deque[Input] = deque()
         self._wake = asyncio.Event()
         self._reports: deque[tuple[Message, str]] = deque()
@@ -252,7 +259,7 @@ class NodeAgent:
         self._feed(Started(spawn.worker, spawn.incarnation))
         self._watch(supervised)
 
-    def _watch(self, supervised: Supervised) -> None:
+    def _watch(self, supervised: Process) -> None:
         async def watch() -> None:
             how = await supervised.ended()
             record = supervised.record

@@ -20,6 +20,7 @@ from messages.ids import (
     Incarnation,
     Mode,
     PolicyVersion,
+    Residency,
     Role,
     RoleGeneration,
     Stage,
@@ -43,6 +44,7 @@ from messages.toggle_manager import TrainerReady, TrainerReleased
 from pearl_state.invariants import check
 from pearl_state.model import Move, Pair, PlanRecord, RoleTable, Row, change, with_rows
 from pearl_state.peers import Fact, wrong_budget, wrong_fact, wrong_version, wrong_weights
+from pearl_state.plan import changes_of, first_wave
 from services.orchestrator import core_lending as lending
 from services.orchestrator import core_plans as plans
 from services.orchestrator.config import Config
@@ -303,6 +305,10 @@ class OrchestratorCore:
         if row is None or row.activity is Activity.INACTIVE or fact.version <= row.version:
             return table
         if row.stage is Stage.LAUNCHING:
+            pair = lending.pair_of(table, row.worker)
+            if pair is not None and pair.residency is not Residency.ACTIVATING:
+                # Delivered again: of an earlier borrow, whose process this is. It holds no weights now.
+                return table
             row = change(row, Move.PREPARE)
         return with_rows(table, (msgspec.structs.replace(row, version=fact.version),))
 
@@ -468,6 +474,12 @@ class OrchestratorCore:
         ready = plan.rebuilder in ("prepared", "none") and plan.toggle in ("prepared", "none")
         rows = table.by_worker
         if ready and all(rows[assign.worker].stage is Stage.PREPARED for assign in plan.add):
+            changes = changes_of(plan)
+            if first_wave(table.rows, changes, {leave.worker for leave in target.leaving}) != changes:
+                notes.append(
+                    Note("plan_dropped", f"plan {plan.plan_id}: those who were to serve on meanwhile are gone")
+                )
+                return plans.drop(table)
             return plans.cut(table, self.config, now_ms)
         return table
 

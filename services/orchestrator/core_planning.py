@@ -55,14 +55,15 @@ def next_draft(table: RoleTable, target: TargetConfiguration, now_ms: int, *, wh
     counts = fit(asked, len(available))
     members = choose_members(table.rows, {row.worker for row in available}, counts)
     plan = minimal_change(table.rows, members, counts)
+    inside = frozenset(members)
     cancel = tuple(
-        row.worker for row in table.rows if row.stage in (Stage.LAUNCHING, Stage.PREPARED) and row.worker not in members
+        row.worker for row in table.rows if row.stage in (Stage.LAUNCHING, Stage.PREPARED) and row.worker not in inside
     )
     fallback = "" if counts == asked else f"{_text(counts)} instead of {_text(asked)} on {len(available)} usable slots"
     if plan.add:
         urgent = _urgent(table, members, counts, leaving)
         if not urgent.empty:
-            return Draft(plan=urgent, cancel=cancel, fallback=fallback)
+            return Draft(plan=first_wave(table.rows, urgent, leaving), cancel=cancel, fallback=fallback)
         if now_ms < table.writer.hold_until_ms:
             return Draft(plan=MinimalPlan(), cancel=cancel, waits_ms=table.writer.hold_until_ms)
         if not whole_group:

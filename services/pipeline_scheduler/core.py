@@ -5,7 +5,7 @@ elastic scheduler, which gets the training GPUs back first.
 
 Invariants:
 - Batch k trains version k into k + 1, and is admitted only while the serving version is at least k - staleness.
-- At most `batch_trajectories` trajectories are in flight (held-out evaluation apart).
+- At most `batch_trajectories` trajectories are in flight (held-out evaluation, and what still runs of a group given up, apart).
 - A trajectory's end counts once; a batch is exactly its groups, each exactly its size.
 """
 
@@ -20,7 +20,7 @@ from messages.agent import RolloutTask
 from messages.decision_engine import BatchProgress
 from messages.elastic_scheduler import TrainingBegin, TrainingFinished
 from messages.envelope import Message, brief
-from messages.ids import Activity, PolicyVersion, Role, WorkerId
+from messages.ids import Activity, PolicyVersion, Role, Stage, WorkerId
 from messages.pipeline_scheduler import (
     BatchItem,
     BatchReady,
@@ -55,10 +55,11 @@ MOST_REWARD = 1e9
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out episodes of one version that are running or ended."""
+    """Held-out episodes of one version that are running or ended. Their journal begins above `floor`."""
 
     version: PolicyVersion
     rewards: dict[str, float] = {}
+    floor: int = 0
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -165,12 +166,15 @@ class PipelineSchedulerCore:
         # that one belongs to batches that are trained by now.
         floors = (*state.floors, newest)[-(self.config.staleness + 1) :]
         complete = len(floors) == self.config.staleness + 1
+        floor = floors[0] if complete else state.journal_floor
+        if state.evaluation is not None and len(state.evaluation.rewards) < self.config.evaluate_episodes:
+            floor = min(floor, max(state.evaluation.floor, state.journal_floor))
         return msgspec.structs.replace(
             state,
             batches=tuple(other for other in state.batches if other.batch != message.batch),
             trained=message.batch + 1,
             floors=floors,
-            journal_floor=floors[0] if complete else state.journal_floor,
+            journal_floor=floor,
         ), ()
 
     def _problem_of_end(self, message: TrajectoryCompleted) -> str:
@@ -203,17 +207,22 @@ class PipelineSchedulerCore:
         return state, tuple(effects)
 
     def _update_workers(self, state: PipelineState, now_ms: int, effects: list[Effect]) -> PipelineState:
-        if self._table is None or state.published is None or state.serving >= state.published.version:
+        if self._table is None or state.published is None:
             return state
         active = _active(self._table)
         published = state.published
         behind = [row for row in active if row.version < published.version]
-        patience_over = now_ms - state.published_ms > self.config.update_patience_ms
-        if active and (not behind or (patience_over and len(behind) < len(active))):
-            if behind:
+        if state.serving < published.version:
+            patience_over = now_ms - state.published_ms > self.config.update_patience_ms
+            late = bool(behind) and patience_over and len(behind) < len(active)
+            if late:
                 names = ", ".join(row.worker for row in behind)
                 effects.append(Note("update_late", f"version {published.version} serves without {names}", "warning"))
-            return msgspec.structs.replace(state, serving=published.version)
+            # Without any worker training must still end: it may be the GPUs it then lends that rollout goes on with. Who
+            # joins later does so at the newest version.
+            nobody = state.begun is not None and not _has_workers(self._table)
+            if late or nobody or (active and not behind):
+                state = msgspec.structs.replace(state, serving=published.version)
         if behind and now_ms - state.asked_ms >= self.config.command_retry_ms:
             effects.extend(
                 Send(
@@ -355,7 +364,8 @@ class PipelineSchedulerCore:
                     )
                 )
             )
-        return msgspec.structs.replace(state, evaluation=Evaluation(version=version))
+        floor = state.floors[-1] if state.floors else 0
+        return msgspec.structs.replace(state, evaluation=Evaluation(version=version, floor=floor))
 
     def _on_evaluation_episode(
         self, state: PipelineState, message: TrajectoryCompleted
@@ -377,6 +387,14 @@ class PipelineSchedulerCore:
 def _active(table: RoleTable) -> tuple[Row, ...]:
     """Rollout workers that serve."""
     return tuple(row for row in table.rows if row.activity is Activity.ACTIVE and row.role is not Role.TRAINING)
+
+
+def _has_workers(table: RoleTable) -> bool:
+    """Whether some rollout worker serves, or is changing role and will."""
+    return any(
+        row.role is not Role.TRAINING and (row.activity is Activity.ACTIVE or row.stage is Stage.SWITCHING)
+        for row in table.rows
+    )
 
 
 def _with_batch(state: PipelineState, batch: Batch) -> PipelineState:

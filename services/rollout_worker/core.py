@@ -244,6 +244,9 @@ class RolloutWorkerCore:
             if not state.serving:
                 state = msgspec.structs.replace(state, role_generation=command.role_generation)
             return state, (self._activated(state, command.role_generation, 0),)
+        if state.released is not None and command.role_generation <= state.released.role_generation:
+            # Of the borrow that this release ended, late: the GPUs may be training's by now.
+            return state, ()
         changed = msgspec.structs.replace(state, role_generation=command.role_generation, busy="restore")
         return changed, (RestoreMemory(command.role_generation),)
 

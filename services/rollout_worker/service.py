@@ -500,17 +500,25 @@ def _ms_since(began: float) -> int:
     return round((time.monotonic() - began) * 1000)
 
 
-async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int) -> None:
-    """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
+async def run_worker(
+    job: JobFile, bus: Bus, worker: str, incarnation: int, stop: asyncio.Event, *, age_s: float = 0.0
+) -> None:
+    """Be `incarnation` of `worker` on this bus until `stop`. Raises ConfigError, OrphanedError, EngineFailedError.
+
+    `age_s`: how long its process has been starting.
+    """
     began = time.monotonic()
     config = Config.of(job, node_of(worker))
-    age_s = time.time() - psutil.Process().create_time()
-    engine = make_engine(
-        config.rollout, config.device, config.address, emulation=config.emulation, age_s=max(0.0, age_s)
-    )
+    engine = make_engine(config.rollout, config.device, config.address, emulation=config.emulation, age_s=age_s)
+    await RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began).run(stop)
+
+
+async def serve(job: JobFile, stop: asyncio.Event, worker: str, incarnation: int) -> None:
+    """Be `incarnation` of `worker` until `stop`. Raises ConfigError, BusUnavailable, OrphanedError, EngineFailedError."""
+    Config.of(job, node_of(worker))  # a wrong job file is said before anything is connected
     bus = await connect(job, "rollout_worker")
     try:
-        process = RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began)
-        await process.run(stop)
+        age_s = max(0.0, time.time() - psutil.Process().create_time())
+        await run_worker(job, bus, worker, incarnation, stop, age_s=age_s)
     finally:
         await bus.close()

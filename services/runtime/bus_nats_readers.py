@@ -161,7 +161,10 @@ class NatsConsumer:
         deadline = self._loop.time() + timeout_s
         while not self._buffer:
             now = self._loop.time()
-            if self._stopped or now >= deadline:
+            if now >= deadline:
+                return ()
+            if self._stopped:  # nothing will come; who asks again and again must not spin
+                await asyncio.sleep(min(LOOK_AGAIN_S, deadline - now))
                 return ()
             if self._bus.closed:
                 raise BusUnavailable(f"consumer {self._durable}: the connection is closed for good")

@@ -18,6 +18,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     max_turns: int = 1 << 31
     cold_start: WorkloadProfile  # until measured, and for what is never measured (bandwidth, KV bytes per token)
     new_share: float = 0.4  # weight of the newest train step in the moving averages: half-life of about 1.4 steps
+    least_share: float = (
+        0.5  # of a batch's trajectories that must have ended for a step to enter the averages by itself
+    )
     sample_ms: int = 1000  # least time between two samples of one worker: makes each cheap, and precise
     skip_samples: int = 1  # after an incarnation's first heartbeat, or a change of serving: warm-up
     warm_up_ms: int = 2000  # after a role was set or device state restored: caches and graphs are cold

@@ -285,11 +285,15 @@ class RuntimeTrackerCore:
             return state, (Refuse(wrong),)
         if state.profile is not None and message.batch <= state.profile.train_step:
             return state, ()
-        profile = self._refit(state, message.batch, now_ms)
+        # Two train steps in quick succession leave the second with a handful of turns, told in part by heartbeats yet to
+        # come: their sums go on into the next step, and the averages stay.
+        scarce = state.measured and state.step.trajectories < self.config.least_share * self.config.cold_start.B
+        seen = msgspec.structs.replace(state, step=StepSums()) if scarce else state
+        profile = self._refit(seen, message.batch, now_ms)
         keep = 1 - self.config.new_share
         state = msgspec.structs.replace(
             state,
-            step=StepSums(),
+            step=state.step if scarce else StepSums(),
             decode=state.decode.decayed(keep),
             prefill_tokens=state.prefill_tokens * keep,
             prefill_s=state.prefill_s * keep,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from services.emulated_fleet.config import fleets
 from services.jobfile import JobFile
 
 
@@ -35,7 +36,13 @@ def roster(job: JobFile, *, standby_orchestrators: int = 1) -> tuple[ServiceProc
     processes += [
         ServiceProcess(f"orchestrator-standby{index}", "orchestrator") for index in range(standby_orchestrators)
     ]
-    processes += [ServiceProcess(f"node_agent-{node.name}", "node_agent", ("--node", node.name)) for node in job.nodes]
+    shared = range(len(fleets(job)))
+    processes += [
+        ServiceProcess(f"emulated_fleet-{index}", "emulated_fleet", ("--index", str(index))) for index in shared
+    ]
+    if not shared:
+        nodes = [node.name for node in job.nodes]
+        processes += [ServiceProcess(f"node_agent-{node}", "node_agent", ("--node", node)) for node in nodes]
     processes += [
         ServiceProcess(f"agent-{index}", "agent", ("--index", str(index))) for index in range(job.agent.processes)
     ]

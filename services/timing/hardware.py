@@ -84,8 +84,9 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
     activate_s: Value  # restore a process's device state (paper Table 3)
     deactivate_s: Value  # give it back (paper Table 3)
     set_role_s: Value  # a running worker's change of role
-    train_s: Value  # a train step of a batch of `train_batch` trajectories
+    train_s: Value  # a train step of a batch of `train_batch` trajectories on `train_gpus` GPUs
     train_batch: Count
+    train_gpus: Count
 
     @cached_property
     def load_s(self) -> float:
@@ -144,6 +145,10 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
         if tokens <= 0:
             return 0.0
         return self.transfer_fixed_s.value + tokens * self.kv_bytes_per_token / self.transfer_bytes_per_s.value
+
+    def train_step_s(self, trajectories: int, gpus: int) -> float:
+        """A train step, if it takes as much longer as its batch is larger, and as much less as its GPUs are more."""
+        return self.train_s.value * trajectories / self.train_batch * self.train_gpus / gpus
 
     # The closed forms' parameters (paper 4.3.1), for a cold start.
 

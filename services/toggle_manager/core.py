@@ -106,6 +106,7 @@ class ToggleState(msgspec.Struct, frozen=True, kw_only=True):
     borrow_since_ms: int = 0  # a borrow is under way since; 0: none is
     return_since_ms: int = 0  # likewise a return
     returned_s: float | None = None  # what the last return took, until the trainer's part of it is known too
+    spoiled: bool = False  # a process died since the borrow began: what its hand-overs take says nothing of others
     last_step_ms: int = 0
     toggled: bool = False  # GPUs were lent since the last finished step
 
@@ -176,7 +177,10 @@ class ToggleManagerCore:
             case NodeUp() as node:
                 state = self.on_node_up(state, node)
             case TrainingBegin() as begin:
-                state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
+                if problem := wrong_batch(begin.batch, self.config.train_steps):
+                    effects = (Refuse(problem),)
+                else:
+                    state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))
             case WeightsPublished() as snapshot:
                 if problem := wrong_weights(snapshot, self.config.train_steps):
                     effects = (Refuse(problem),)
@@ -230,10 +234,12 @@ class ToggleManagerCore:
         """When borrows and returns begin and end, by the table."""
         borrowing = (Residency.RELEASING, Residency.ACTIVATING)
         if _any(new, *borrowing) and not _any(old, *borrowing):
-            state = msgspec.structs.replace(state, borrow_since_ms=max(1, state.clock_ms))
+            state = msgspec.structs.replace(state, borrow_since_ms=max(1, state.clock_ms), spoiled=False)
         if _any(new, Residency.DRAINING) and not state.return_since_ms:
             return msgspec.structs.replace(state, return_since_ms=max(1, state.clock_ms), borrow_since_ms=0)
         if state.return_since_ms and not _any(new, Residency.DRAINING):
+            if state.spoiled:
+                return msgspec.structs.replace(state, return_since_ms=0)
             took_s = max(0, state.clock_ms - state.return_since_ms) / 1000
             costs = msgspec.structs.replace(state.costs, return_s=_average(state.costs.return_s, took_s))
             return msgspec.structs.replace(state, return_since_ms=0, returned_s=took_s, costs=costs)
@@ -289,7 +295,7 @@ class ToggleManagerCore:
         if (resumed.epoch, resumed.batch) != (state.resume_epoch, state.resume_batch) or state.resumed:
             return state, ()
         effects: Effects = ()
-        if state.returned_s is not None:
+        if state.returned_s is not None and not state.spoiled:
             took_ms = round(state.returned_s * 1000) + resumed.took_ms
             effects = (_timed("deactivate", self.config.trainer or "", took_ms),)
         return msgspec.structs.replace(state, resumed=True, returned_s=None), effects
@@ -297,7 +303,7 @@ class ToggleManagerCore:
     def on_trainer_ready(self, state: ToggleState) -> ToggleState:
         """A trainer process that (re)started knows of no command, and may hold device memory until it says otherwise."""
         return msgspec.structs.replace(
-            state, trainer_resident=True, release_wanted=False, resume_batch=-1, resumed=False
+            state, trainer_resident=True, release_wanted=False, resume_batch=-1, resumed=False, spoiled=True
         )
 
     def on_step_finished(self, state: ToggleState, finished: StepFinished) -> tuple[ToggleState, Effects]:
@@ -330,7 +336,7 @@ class ToggleManagerCore:
             # What is gone holds nothing; the next process says for itself.
             following = Incarnation(fact.incarnation + 1)
             return msgspec.structs.replace(
-                state, trainer_incarnation=following, trainer_resident=False, release_wanted=False
+                state, trainer_incarnation=following, trainer_resident=False, release_wanted=False, spoiled=True
             ), ()
         if fact.worker not in self._slots:
             if node_of(fact.worker) in self.config.nodes:
@@ -342,6 +348,8 @@ class ToggleManagerCore:
         new = learn(old, fact, state.clock_ms)
         if new == old:
             return state, ()
+        if isinstance(fact, WorkerGone):
+            state = msgspec.structs.replace(state, spoiled=True)
         effects: Effects = ()
         if (ended := answered(fact, state.pending)) is not None:
             effects = (_timed(ended[0], fact.worker, state.clock_ms - ended[1]),)
@@ -581,10 +589,12 @@ class ToggleManagerCore:
         if _marked(state, part, reached) or not self._is_done(view, part):
             return state, ()
         effects: list[Effect] = []
-        if part.add and not part.applying and state.borrow_since_ms:
+        if part.add and not part.applying:
+            state = msgspec.structs.replace(state, toggled=True)
+        if part.add and not part.applying and state.borrow_since_ms and not state.spoiled:
             took_ms = view.now_ms - state.borrow_since_ms
             costs = msgspec.structs.replace(state.costs, borrow_s=_average(state.costs.borrow_s, took_ms / 1000))
-            state = msgspec.structs.replace(state, borrow_since_ms=0, toggled=True, costs=costs)
+            state = msgspec.structs.replace(state, borrow_since_ms=0, costs=costs)
             effects.append(_timed("activate", part.plan_id, took_ms))
         if part.applying:
             since_ms = next((mark.at_ms for mark in state.marks if mark.report == "applying"), view.now_ms)

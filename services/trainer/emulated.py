@@ -16,7 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from messages.agent import TurnFinished
-from messages.ids import PolicyVersion
+from messages.ids import PolicyVersion, Zone
 from messages.pipeline_scheduler import BatchReady, StepFinished
 from services.jobfile import JobFile
 from services.snapshot import Snapshot, find_snapshot, write_folder
@@ -61,8 +61,8 @@ class EmulatedLearner:
         self.finished: StepFinished | None = None
         self.resident = False
         described = hardware.load(job.emulation.hardware)
-        share = job.pipeline.batch_trajectories / described.train_batch
-        train_s = job.emulation.train_s or described.train_s.value * share
+        gpus = sum(node.gpus for node in job.nodes if node.zone is Zone.TRAINING)
+        train_s = job.emulation.train_s or described.train_step_s(job.pipeline.batch_trajectories, max(1, gpus))
         self.train_s = train_s / job.emulation.time_scale
         self._bytes = round(described.weights_bytes * STATE_BYTES_PER_WEIGHT_BYTE)
 

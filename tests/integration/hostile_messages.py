@@ -118,6 +118,7 @@ def garbage() -> Iterator[Attack]:
                 "policy_evaluated",
                 "gpu_free",
                 "batch_ready",
+                "gpus_returned",
             ):
                 outcome = LOGGED
             for what, data in garbage_for(kind):

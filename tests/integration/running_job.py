@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import random
 import signal
 import time
 from collections.abc import AsyncIterator, Callable
@@ -12,15 +13,17 @@ from pathlib import Path
 
 import psutil
 
+from messages.ids import Zone
 from services import jobfile
 from services.checker.collect import check
 from services.checker.core import Report
 from services.connect import connect
-from services.jobfile import JobFile
+from services.jobfile import JobFile, rollout_slots
 from services.monitor.board import Board
 from services.monitor.collector import Collector
 from services.runtime.bus import Bus
 from services.supervisor.service import Supervisor
+from tests.integration.commands import CommandWatch
 
 JOB = """
 [job]
@@ -54,6 +57,42 @@ task_ack_wait_ms = 4000
 {more}
 """
 
+EMULATED = (
+    JOB.replace("{more}", "")
+    + """
+[rollout]
+engine = "emulated"
+kv_cache_tokens = 200000
+prefill_chunk_tokens = 4096
+workers_per_process = {per_process}
+[training]
+engine = "emulated"
+[emulation]
+time_scale = 20.0
+train_s = 4.0
+[environment]
+entry = "services.environments.replay:Replay"
+tokenizer = "services.environments.replay:ReplayTokenizer"
+options = {{ workload = "{data_dir}/workload.csv" }}
+time_scale = 20.0
+{more}
+"""
+)
+"""The same job without arithmetic, on a recorded workload."""
+
+
+def write_workload(folder: Path) -> None:
+    """Short trajectories: three to seven turns of a few dozen tokens."""
+    rng = random.Random(1)
+    lines = ["traj,turn,prompt_tokens,completion_tokens,env_time_s,reward"]
+    for trajectory in range(40):
+        context = rng.randint(200, 900)
+        for turn in range(rng.randint(3, 7)):
+            reply = rng.randint(10, 90)
+            lines.append(f"{trajectory},{turn},{context},{reply},{rng.random() * 2:.2f},{trajectory % 2}")
+            context += reply + rng.randint(5, 200)
+    (folder / "workload.csv").write_text("\n".join(lines) + "\n")
+
 
 class RunningJob:
     """One running job, and what a test wants to know of it and do to it."""
@@ -63,6 +102,7 @@ class RunningJob:
         self.supervisor = supervisor
         self.bus = bus
         self.collector = collector
+        self.commands: CommandWatch | None = None  # of the harness; None where a test sends commands of its own
 
     @property
     def board(self) -> Board:
@@ -95,6 +135,9 @@ class RunningJob:
         """Wait for the last train step, then let the checker judge the run."""
         steps = self.job.pipeline.train_steps
         await self.until(lambda: len(self.board.steps) >= steps, f"{steps} train steps", timeout_s)
+        if self.commands is not None:
+            overlap = frozenset(slot.worker for slot in rollout_slots(self.job) if slot.zone is Zone.OVERLAP)
+            assert await self.commands.needless(overlap) == [], "commands to workers that no plan changes"
         return await check(self.bus, self.job)
 
 
@@ -106,11 +149,11 @@ def _runs(pid: int) -> bool:
 
 @contextlib.asynccontextmanager
 async def running_job(
-    folder: Path, *, steps: int = 8, seed: int = 0, more: str = "", template: str = JOB
+    folder: Path, *, steps: int = 8, seed: int = 0, more: str = "", template: str = JOB, **places: object
 ) -> AsyncIterator[RunningJob]:
     """Start everything; stop everything at the end, whatever happened."""
     path = folder / "job.toml"
-    path.write_text(template.format(data_dir=folder, steps=steps, seed=seed, more=more))
+    path.write_text(template.format(data_dir=folder, steps=steps, seed=seed, more=more, **places))
     job = jobfile.load(path)
     supervisor = Supervisor(job, path)
     stop = asyncio.Event()
@@ -120,9 +163,14 @@ async def running_job(
         collector = Collector(bus, job)
         await collector.start()
         following = asyncio.create_task(collector.follow(stop))
+        watch = CommandWatch(bus, job.job.name)
         try:
-            yield RunningJob(job, supervisor, bus, collector)
+            await watch.start()
+            run = RunningJob(job, supervisor, bus, collector)
+            run.commands = watch
+            yield run
         finally:
+            await watch.stop()
             stop.set()
             await asyncio.wait([following], timeout=10)
             await bus.close()

@@ -6,9 +6,11 @@ Workers run the real worker core, node agents the real node agent core. A proces
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import Message
-from messages.ids import PolicyVersion, WorkerId
+from messages.ids import Epoch, PolicyVersion, WorkerId
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import GpuFree, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import StepFinished, WeightsPublished
@@ -41,7 +43,7 @@ from services.rollout_worker.core import (
     RolloutWorkerCore,
     TakeRole,
 )
-from services.runtime.core import Input, Note, Send
+from services.runtime.core import Input, Note, Refuse, Send
 from tests.sim.world import Actor, World
 
 TOOK_MS = {
@@ -91,7 +93,7 @@ class Process:
         """Whether its device memory is, or may be, held."""
         return self.alive
 
-    def after(self, operation: str, spans: dict[str, tuple[int, int]], action) -> None:
+    def after(self, operation: str, spans: dict[str, tuple[int, int]], action: Callable[[], None]) -> None:
         """`action` once the operation has taken its time; never if it hangs, or the process has ended by then."""
         if operation in self.stuck:
             return
@@ -137,6 +139,8 @@ class Worker(Process):
                     self.world.publish(self.worker, message, msg_id)
                 case Note():
                     pass
+                case Refuse(reason):
+                    self.world.refusals.append((self.worker, reason))
                 case Load() | InterruptAll() | TakeRole() | ReleaseMemory() | RestoreMemory():
                     operation, outcome = _outcome(effect)
                     if "all" not in self.stuck:
@@ -212,7 +216,7 @@ class Trainer(Process):
             case _:
                 raise AssertionError(f"the trainer at version {self.disk.version} cannot obey {message}")
 
-    def _released(self, epoch) -> None:
+    def _released(self, epoch: Epoch) -> None:
         self._holds = self.busy = False
         fact = TrainerReleased(epoch=epoch, freed_bytes=1, took_ms=1)
         self.world.publish("trainer", fact, f"released:{epoch}:{self.incarnation}:{self.world.now_ms}")
@@ -267,7 +271,7 @@ class NodeAgent(Actor):
             if not process.alive:
                 self.take(Input(self.world.now_ms, Exited(process.worker, process.incarnation, "exit:unknown")))
         for event in self.world.events:
-            if isinstance(event.message, self.inputs) and event.message.node == self._node:
+            if isinstance(event.message, (GpuReclaimed, GpuAvailable)) and event.message.node == self._node:
                 self.take(Input(event.at_ms, event.message, event.seq))
         self.cursor = len(self.world.events)
         self.world.receivers[f"node/{self._node}"] = self.receive
@@ -284,7 +288,7 @@ class NodeAgent(Actor):
             self.take(Input(self.world.now_ms, message))
 
     def take(self, event: Input) -> None:
-        if isinstance(event.message, self.inputs) and event.message.node != self._node:
+        if isinstance(event.message, (GpuReclaimed, GpuAvailable)) and event.message.node != self._node:
             return
         self.state, effects = self.core.step(self.state, event)
         for effect in effects:

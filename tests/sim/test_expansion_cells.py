@@ -141,7 +141,9 @@ def test_cell(stage: Setup, wrong: Setup) -> None:
     stage(cluster)
     wrong(cluster)
     cluster.run(NOTICE_MS)
-    gone = {0, 1} if "all" in wrong.__name__ else {0} if "reclaim" in wrong.__name__ or wrong is worker_hangs else set()
+    gone: set[int] = (
+        {0, 1} if "all" in wrong.__name__ else {0} if "reclaim" in wrong.__name__ or wrong is worker_hangs else set()
+    )
     if wrong is reclaim_taken_back:
         gone = set()
     cluster.run(300)  # a signal, and its process's end

@@ -30,7 +30,7 @@ IMPURE_MODULES = {"asyncio", "nats", "torch", "time", "random", "logging", "os",
 LIBRARIES = {"runtime", "models", "environments", "timing"}
 """Folders of services/ that any service may import: they are libraries, not actors."""
 SHARED_FILES = {"csvtable", "jobfile", "connect", "durable", "snapshot", "profile"}
-READERS = {"bench", "cli", "monitor", "supervisor", "simulator", "checker"}
+READERS = {"bench", "cli", "emulated_fleet", "monitor", "supervisor", "simulator", "checker"}
 """May import other services: they put the system together, or show it."""
 
 

@@ -45,4 +45,4 @@ def test_wrong_policies_are_named(arguments: list[str], names: str, capsys: pyte
 def test_minutes_are_bounded() -> None:
     with pytest.raises(SystemExit):
         build_parser().parse_args(["bench", "--minutes", "0"])
-    assert build_parser().parse_args(["bench", "--minutes", "1.5"]).name == "policies"
+    assert build_parser().parse_args(["bench", "policies", "--minutes", "1.5"]).minutes == 1.5

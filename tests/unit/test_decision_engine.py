@@ -68,12 +68,12 @@ def sent(effects: Effects, kind: type) -> list:
 
 
 def test_every_budget_is_answered_with_a_target_and_a_record() -> None:
-    engine = core(impossible="engine torch does not disaggregate yet")
+    engine = core(impossible="decision.disaggregation is off")
     state, effects = engine.step(engine.initial(), Input(0, budget(1, 4)))
     (target,), (record,) = sent(effects, TargetConfiguration), sent(effects, DecisionRecord)
     assert (target.mode, target.colocated, target.usable) == (Mode.COLOCATED, 4, budget(1, 4).dedicated)
     assert record.decision_id == target.decision_id and len(record.candidates) == 4
-    assert all("does not disaggregate yet" in each.reason for each in record.candidates[1:])
+    assert all("disaggregation is off" in each.reason for each in record.candidates[1:])
     assert (record.borrow, record.borrow_reason) == (False, "lending is not enabled")
     state, effects = engine.step(state, Input(1, msgspec.structs.replace(budget(2, 4), training_batch=3)))
     (again,) = sent(effects, TargetConfiguration)
@@ -271,7 +271,7 @@ def test_cold_start_from_a_file_and_built_in(tmp_path: Path) -> None:
     job = JobFile(decision=DecisionSection(profile=str(path)))
     assert job.pipeline.batch_trajectories == cold_start(job).B and cold_start(job).S == 108.0
     config = Config.of(JobFile())
-    assert config.policy.impossible == "engine torch does not disaggregate yet" and not config.lending
+    assert config.policy.impossible == "decision.disaggregation is off" and not config.lending
     path.write_text("[1]")
     with pytest.raises(ProfileError, match="list"):
         read_profile(path)

@@ -77,6 +77,16 @@ class OneWay(Talk):
     replayable = False
 
 
+class Limited(Talk):
+    """Says how long the coming reply may be, and is told its sample seed."""
+
+    sample_seed = -1
+
+    @property
+    def max_new_tokens(self):
+        return {0: 2, 1: 10**9, 2: self.turns}[len(self.actions)]
+
+
 class Numbers:
     """A token is its number."""
 
@@ -512,6 +522,22 @@ async def test_too_many_turns_truncate():
         await world.run()
         (end,) = await world.ends()
         assert (end.status, end.reason, end.turns) == ("truncated", "turns", 2)
+
+
+async def test_an_environment_limits_replies_and_learns_its_sample_seed():
+    async with World(job=job_of("Limited")) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert (end.status, end.turns) == ("completed", 3)
+        assert [each.max_new_tokens for each in world.cluster.generates] == [2, 8, 3]  # never beyond the job's 8
+        assert Talk.made[-1].sample_seed == task_of().sample_seed
+
+
+async def test_a_limit_that_makes_no_sense_fails_the_episode():
+    async with World(job=job_of("Limited", turns=0)) as world:
+        await world.run()
+        (end,) = await world.ends()
+        assert end.status == "failed" and "max_new_tokens = 0" in end.reason
 
 
 # --- the process

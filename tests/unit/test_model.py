@@ -96,6 +96,17 @@ def test_launch_is_a_new_process_unless_an_overlap_worker_lives_on():
         change(make((Activity.INACTIVE, Stage.NONE)), Move.LAUNCH, same_process=True)
 
 
+def test_an_idle_overlap_worker_that_died_is_wanted_again():
+    idle = replace(make((Activity.INACTIVE, Stage.NONE), Zone.OVERLAP), ready=True)
+    again = change(idle, Move.RESPAWN)
+    assert (again.incarnation, again.activity, again.ready, again.version) == (4, Activity.INACTIVE, False, NO_VERSION)
+    restored = change(idle, Move.LAUNCH, same_process=True)
+    assert restored.ready and restored.version == NO_VERSION, "its device state is to be restored"
+    for row in (make((Activity.INACTIVE, Stage.NONE)), make((Activity.ACTIVE, Stage.NONE), Zone.OVERLAP)):
+        with pytest.raises(IllegalTransition):
+            change(row, Move.RESPAWN)
+
+
 def test_generations_rise_at_the_cut_and_never_fall():
     active = make((Activity.ACTIVE, Stage.NONE))
     cut = change(active, Move.SWITCH)

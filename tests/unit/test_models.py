@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from services.jobfile import ConfigError, JobFile, JobSection
@@ -130,3 +131,21 @@ def test_a_misfit_leaves_the_model_alone(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape"):
         load_weights(model, directory)
     assert torch.equal(model.model.norm.weight, before)
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.bool]
+)
+def test_files_are_what_the_library_reads(tmp_path: Path, dtype: torch.dtype) -> None:
+    tensors = {
+        "b.matrix": torch.arange(15).reshape(3, 5).to(dtype),
+        "a.odd": torch.ones(3).to(dtype),
+        "c.scalar": torch.tensor(1).to(dtype),
+        "d.none": torch.empty(0, 4).to(dtype),
+        "e.turned": torch.arange(6).reshape(2, 3).t().to(dtype),
+    }
+    save_weights(tensors, tmp_path)
+    read = load_file(tmp_path / "model.safetensors")
+    assert read.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert read[name].dtype == dtype and torch.equal(read[name], tensor)

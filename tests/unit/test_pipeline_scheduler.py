@@ -205,6 +205,27 @@ def test_one_worker_that_never_updates_does_not_stop_the_job() -> None:
     assert [note.action for note in loop.notes] == ["update_late"]
 
 
+def test_a_late_worker_is_told_until_it_has_the_version() -> None:
+    loop = Loop()
+    loop.serve(0)
+    loop.feed(published(1))
+    loop.feed(table(1, 0))
+    loop.feed(Tick(), CONFIG.update_patience_ms + 1)
+    assert loop.state.serving == 1
+    assert [command.worker for command in kinds(loop.feed(Tick(), 600), UpdateWeights)] == ["n1-w0"]
+    assert loop.feed(table(1, 1)) == [] and loop.feed(Tick(), 600) == []
+
+
+def test_training_ends_although_nobody_serves_so_that_its_gpus_can_be_lent() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks():
+        loop.feed(end(each))
+    loop.feed(table(0, activity=Activity.INACTIVE))  # all spot workers are reclaimed meanwhile
+    loop.feed(published(1))
+    assert kinds(loop.feed(step_finished(0)), TrainingFinished) == [TrainingFinished(batch=0, version=PolicyVersion(1))]
+
+
 def test_a_repeated_end_counts_once() -> None:
     loop = Loop()
     loop.serve(0)
@@ -309,6 +330,25 @@ def test_the_journal_is_kept_until_what_was_trained_from_it_is_committed() -> No
         assert all(loop.state.journal_floor <= needed for needed in running)
         loop.serve(version + 1)
     assert loop.state.journal_floor > 0
+
+
+def test_the_journal_of_a_slow_evaluation_is_kept() -> None:
+    """Purged, its next turn would be refused, and the episode begun anew."""
+    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=2, evaluate_episodes=1))
+    loop.serve(0)
+    (slow,) = [task for task in loop.tasks() if task.evaluation]
+    seq = 1  # of the first turn of the slow episode
+    for version in range(CONFIG.train_steps):
+        for each in [task for task in loop.tasks() if task.batch == version and not task.evaluation]:
+            seq += 1
+            loop.feed(end(each, seq=seq))
+        loop.feed(step_finished(version))
+        if version < 2:
+            assert loop.state.journal_floor == 0
+            loop.serve(version + 1)
+    assert loop.state.evaluation is not None and loop.state.evaluation.version == 2
+    assert 1 < loop.state.journal_floor <= loop.state.evaluation.floor, "that episode is not waited for any more"
+    assert slow.batch == 0
 
 
 def test_state_survives_a_restart_at_any_point() -> None:

@@ -169,6 +169,7 @@ def test_toggling_out_and_in_again_is_answered_anew():
     (released,) = process(MemoryReleased(RoleGeneration(2), 100, 7))
     assert same(released, WorkerReleased, freed_bytes=100, role_generation=2)
     assert process(Deactivate(**fence(2))) == [released]
+    assert process(Activate(**fence(2))) == [], "one of the borrow that is over: the GPUs may be training's by now"
     assert process(update(4)) == []  # no memory to put them in
     assert process(Activate(**fence(3))) == [RestoreMemory(RoleGeneration(3))]
     assert process(Activate(**fence(3))) == []
@@ -197,3 +198,25 @@ def test_a_borrow_half_done_is_undone():
 def test_state_is_plain_data():
     process = Process().serve()
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(process.state), type=type(process.state)) == process.state
+
+
+def test_an_overlap_worker_begins_without_device_memory() -> None:
+    core = RolloutWorkerCore(WORKER, INCARNATION, released=True)
+    state = core.initial()
+    state, effects = core.step(state, Input(0, update(0)))
+    assert not any(isinstance(effect, Load) for effect in effects), "weights come after the activation"
+    state, effects = core.step(state, Input(0, Deactivate(**fence(1))))
+    (answer,) = effects
+    assert isinstance(answer, Send) and isinstance(answer.message, WorkerReleased), "it has nothing to give back"
+    assert (answer.message.freed_bytes, answer.message.role_generation) == (0, 1)
+    state, effects = core.step(state, Input(0, Activate(**fence(2))))
+    assert effects == (RestoreMemory(RoleGeneration(2)),)
+    state, effects = core.step(state, Input(0, MemoryRestored(RoleGeneration(2), took_ms=1)))
+    (answer,) = effects
+    assert isinstance(answer, Send) and isinstance(answer.message, WorkerActivated)
+    state, effects = core.step(state, Input(0, update(0)))
+    assert effects == (Load(update(0)),)
+    _, effects = core.step(state, Input(0, Loaded(PolicyVersion(0), took_ms=1, restored_bytes=7)))
+    (applied,) = effects
+    assert isinstance(applied, Send) and isinstance(applied.message, WeightsApplied)
+    assert applied.message.restored_bytes == 7

@@ -11,14 +11,14 @@ from messages.ids import GroupId, Incarnation, PolicyVersion, RequestId, Role, R
 from messages.orchestrator import RoleSet
 from messages.pipeline_scheduler import StepFinished, TrajectoryCompleted
 from messages.runtime_tracker import OperationTimed, RequestFinished, WorkerHeartbeat
-from services.jobfile import JobFile
+from services.jobfile import JobFile, PipelineSection
 from services.profile import problem_of
 from services.runtime.core import Input, Refuse, Send
 from services.runtime_tracker.config import Config
 from services.runtime_tracker.core import OPERATIONS, RuntimeTrackerCore, State
 from services.runtime_tracker.fit import Line
 
-CORE = RuntimeTrackerCore(Config.of(JobFile()))
+CORE = RuntimeTrackerCore(msgspec.structs.replace(Config.of(JobFile()), least_share=0.0))
 
 
 def heartbeat(worker: str, iterations: int, a: float, b: float, batch: int, **more: int) -> WorkerHeartbeat:
@@ -128,6 +128,18 @@ def test_moving_averages_across_steps() -> None:
     assert profiles[1].r == pytest.approx(10 + share * 10)
     _, profiles = run((0, finished(0)), (1, request(generated=20)), (2, finished(1)))
     assert profiles[1].r == 20.0  # the cold start is no measurement
+
+
+def test_a_step_of_few_trajectories_goes_into_the_next_one() -> None:
+    core = RuntimeTrackerCore(Config.of(JobFile(pipeline=PipelineSection(batch_trajectories=16))))
+    state, profiles = core.initial(), []
+    for generated, ended, batch in ((10, 8, 0), (90, 7, 1), (30, 8, 2)):
+        turns = [request(generated=generated), *(trajectory(4, 1.0) for _ in range(ended)), finished(batch)]
+        for message in turns:
+            state, effects = core.step(state, Input(batch, message))
+            profiles += [each.message for each in effects if isinstance(each, Send)]
+    assert [each.samples for each in profiles] == [1, 0, 2]
+    assert [each.r for each in profiles] == [10, 10, pytest.approx(10 + core.config.new_share * (60 - 10))]
 
 
 def heartbeats_at_two_batch_sizes(worker: str = "n-w0") -> list[tuple[int, Message]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -179,3 +182,11 @@ def test_a_wrong_description_is_named(tmp_path):
     with pytest.raises(HardwareError, match="cannot be read"):
         load(str(tmp_path / "none.json"))
     assert isinstance(parse(msgspec.json.encode(good)), Hardware)
+
+
+def test_the_built_in_descriptions_are_what_their_sources_make():
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "docs/make_hardware.py", "--check"], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

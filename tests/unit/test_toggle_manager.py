@@ -257,6 +257,11 @@ def test_a_borrow_that_training_would_take_back_is_vetoed(driver: Driver) -> Non
     assert not reports(driver.wait(RETRY_MS)), "that batch is trained"
 
 
+def test_a_batch_that_the_job_does_not_have_vetoes_nothing(driver: Driver) -> None:
+    driver.say(TrainingBegin(batch=10**9))
+    assert driver.state.begun_batch == -1 and len(driver.refusals) == 1
+
+
 def test_a_plan_without_overlap_workers_is_not_reported(driver: Driver) -> None:
     assert driver.table(*IDLE, plan=plan(add=(assign("p0-w0"),))) == []
     assert driver.table(*IDLE, plan=plan("p2", "applying", remove=(leave("r0-w0"),))) == []
@@ -363,6 +368,18 @@ def test_whole_hand_overs_are_timed(driver: Driver) -> None:
     (resume,) = of(TrainerResume, driver.table(*IDLE, training_batch=0))
     assert timings(driver.say(begun(resume, took_ms=200)))["deactivate"] == 0.5, "the trainer's part included"
     assert not timings(driver.say(begun(resume, took_ms=200)))
+
+
+def test_a_hand_over_in_which_a_process_died_teaches_nothing(driver: Driver) -> None:
+    borrow(driver)
+    driver.table(row("t0-w0"), row("t0-w1"))
+    driver.say(gone("t0-t0"), TrainerReady(start_id="2", version=0, ranks=1))
+    driver.table(draining("t0-w0"), draining("t0-w1"))
+    driver.now_ms += 300
+    driver.say(drained("t0-w0"), drained("t0-w1"), released("t0-w0", 2), released("t0-w1", 2))
+    (resume,) = of(TrainerResume, driver.table(*IDLE, training_batch=0))
+    assert "deactivate" not in timings(driver.say(begun(resume, took_ms=9_000)))
+    assert driver.state.costs.return_s is None
 
 
 def test_costs_are_learned_apart_for_steps_with_and_without_a_borrow(driver: Driver) -> None:

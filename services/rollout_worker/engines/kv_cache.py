@@ -149,11 +149,11 @@ class PagedAttention:
         self.tables = tables.reshape(-1)
         self.length = tables.shape[1] * BLOCK
         places = torch.arange(self.length, device=positions.device)
-        visible = (places <= positions[:, :, None]).unsqueeze(1)
-        mask = torch.zeros(visible.shape, dtype=cache.pools[0].dtype, device=positions.device)
-        mask.masked_fill_(~visible, float("-inf"))
-        # Heads that share a KV head become more query rows, so keys and values need not be repeated.
-        self.mask = mask.repeat(1, 1, cache.groups, 1) if cache.groups > 1 else mask
+        hidden = places > positions[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=cache.pools[0].dtype, device=positions.device)
+        mask.masked_fill_(hidden, float("-inf"))
+        # Heads that share a KV head become more query rows, so keys and values need not be repeated. One row is all rows'.
+        self.mask = mask.repeat(1, 1, cache.groups, 1) if cache.groups > 1 and positions.shape[1] > 1 else mask
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         cache, pool = self.cache, self.cache.pools[layer]

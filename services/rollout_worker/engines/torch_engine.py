@@ -49,7 +49,7 @@ from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, P
 from services.rollout_worker.engines.sampling import sample, tensor_of
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
-FLUSH_TOKENS: Final = 16
+FLUSH_TOKENS: Final = 32
 FLUSH_S: Final = 0.03
 """A reply's tokens are handed out at its end, or when there are so many or they are so old: a chunk costs about as
 much as a decoded token, and replies here are often three tokens long."""

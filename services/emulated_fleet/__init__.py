@@ -1,0 +1,1 @@
+"""Many emulated workers, with their node agents, in one process."""

@@ -1,0 +1,34 @@
+"""Benchmarks that need a server, on tiny sizes: they run and say what they promise. Speed is never asserted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.bench import engine, processes, router, stream, table
+
+
+async def test_table_figures(tmp_path: Path) -> None:
+    found = await table.measure(tmp_path, watchers=(1, 3), events=3, workers=2)
+    assert [each.case for each in found] == ["1 watcher, p50", "1 watcher, p99", "3 watchers, p50", "3 watchers, p99"]
+    assert all(each.value > 0 and each.reference and each.unit == "ms" for each in found)
+
+
+async def test_router_figures(tmp_path: Path) -> None:
+    (found,) = await router.measure(tmp_path, requests=100, workers=4)
+    assert found.unit == "1/s" and found.value > 0 and found.reference
+
+
+async def test_stream_figures(tmp_path: Path) -> None:
+    found = await stream.measure(tmp_path, tokens=6, rounds=1, alone=1)
+    assert [each.unit for each in found] == ["us", "us", "ms"]
+    assert all(each.reference for each in found)
+
+
+async def test_engine_figures(tmp_path: Path) -> None:
+    found = await engine.measure(tmp_path, batches=(1, 2), tokens=4, rounds=1)
+    assert [each.case for each in found] == [f"batch {n}, {way}" for n in (1, 2) for way in ("direct", "in service")]
+    assert all(each.value > 0 for each in found)
+
+
+async def test_the_bare_turn_costs_something(tmp_path: Path) -> None:
+    assert await processes.bare_turn_ms(tmp_path, 50) >= 0
