@@ -17,6 +17,7 @@ from messages.node_agent import Kill, Launch
 from messages.orchestrator import RoleSet, WeightsApplied, WorkerDrained
 from messages.pipeline_scheduler import WeightsPublished
 from messages.rollout_worker import Drain, SetRole, UpdateWeights
+from messages.subjects import node_of
 from pearl_state.model import Row
 from pearl_state.progress import Fact, Progress
 
@@ -66,6 +67,16 @@ _ANSWERS: dict[type[object], tuple[str, str]] = {
     WeightsApplied: ("weights", "update_weights"),
 }
 """Which command's key a fact answers, and the operation's name in `operation.timed/1`."""
+
+
+def asked_again(pending: Sequence[Repeat], node: str) -> tuple[Repeat, ...]:
+    """`pending` with the commands to a node's agent due at once: one that just started missed those given before."""
+    return tuple(
+        Repeat(entry.key, entry.first_ms, 0)
+        if entry.key.startswith(("launch/", "kill/")) and node_of(entry.key.split("/")[1]) == node
+        else entry
+        for entry in pending
+    )
 
 
 def answered(fact: Fact, pending: Sequence[Repeat]) -> tuple[str, int] | None:

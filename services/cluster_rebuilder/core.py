@@ -22,17 +22,18 @@ from messages.decision_engine import Leave
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
-from messages.ids import Activity, PlanId, WorkerId
+from messages.ids import Activity, WorkerId
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import PlanProgress, RoleSet, WeightsApplied, WorkerDrained, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
 from messages.runtime_tracker import OperationTimed
 from messages.subjects import node_of
-from pearl_state.model import PlanRecord, RoleTable, Row
+from pearl_state.model import RoleTable, Row
 from pearl_state.orders import (
     Order,
     Repeat,
     answered,
+    asked_again,
     drain_order,
     given_up,
     kill_order,
@@ -41,6 +42,7 @@ from pearl_state.orders import (
     role_order,
     update_order,
 )
+from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_of, roles_are_set
 from pearl_state.peers import wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.cluster_rebuilder.config import Config
@@ -59,16 +61,6 @@ class RebuilderState(msgspec.Struct, frozen=True, kw_only=True):
     workers: tuple[Progress, ...] = ()
     pending: tuple[Repeat, ...] = ()
     marks: tuple[Mark, ...] = ()  # of the plan in the table
-
-
-class Part(NamedTuple):
-    """This executor's share of a plan: its workers of the dedicated zone."""
-
-    plan_id: PlanId
-    applying: bool
-    add: tuple[Assign, ...]
-    remove: tuple[Leave, ...]
-    reassign: tuple[Assign, ...]
 
 
 class View(NamedTuple):
@@ -133,20 +125,17 @@ class ClusterRebuilderCore:
     def on_table(self, state: RebuilderState, table: RoleTable) -> RebuilderState:
         if state.table is not None and table.epoch <= state.table.epoch:
             return state
-        marks = tuple(mark for mark in state.marks if table.plan is not None and mark.plan_id == table.plan.plan_id)
         mine = slim(table, (row for row in table.rows if row.worker in self._slots))
-        state = msgspec.structs.replace(state, table=mine, marks=marks)
-        part = self._part(mine.plan)
-        if part is not None and part.applying and not _marked(state, part, "applying"):
+        state = msgspec.structs.replace(state, table=mine, marks=kept_marks(state.marks, table))
+        part = part_of(mine.plan, self._slots)
+        if part is not None and part.applying and not marked(state.marks, part, "applying"):
             state = _mark(state, part, "applying")
         return state
 
     def on_plan(self, state: RebuilderState, plan: ReconfigurationPlan) -> Effects:
         """The table is the order; this message only says that there is one (and wakes a slow replica's reader)."""
-        named = [entry.worker for entry in (*plan.add, *plan.remove, *plan.reassign)]
-        unknown = sorted(worker for worker in named if node_of(worker) not in self.config.nodes)
-        if unknown:
-            return (Refuse(f"plan {plan.plan_id} names {', '.join(unknown)}, whose node is not in the job file"),)
+        if problem := misplaced(plan, self.config.nodes):
+            return (Refuse(problem),)
         if state.table is None or state.table.epoch < plan.epoch:
             return (Note("plan_awaits_table", f"plan {plan.plan_id} waits for table epoch {plan.epoch}", "debug"),)
         return ()
@@ -163,13 +152,7 @@ class ClusterRebuilderCore:
         """A node agent that just started missed the commands given before: give them again at once."""
         if node.node not in self.config.nodes:
             return state, (Refuse(f"node {node.node} is not in the job file"),)
-        again = tuple(
-            Repeat(entry.key, entry.first_ms, 0)
-            if entry.key.startswith(("launch/", "kill/")) and node_of(entry.key.split("/")[1]) == node.node
-            else entry
-            for entry in state.pending
-        )
-        return msgspec.structs.replace(state, pending=again), ()
+        return msgspec.structs.replace(state, pending=asked_again(state.pending, node.node)), ()
 
     def on_fact(self, state: RebuilderState, fact: Fact) -> tuple[RebuilderState, Effects]:
         if fact.worker not in self._slots:
@@ -200,7 +183,7 @@ class ClusterRebuilderCore:
         """Report what the plan's part has reached, then give the commands that are due."""
         if state.table is None:
             return state, ()
-        part = self._part(state.table.plan)
+        part = part_of(state.table.plan, self._slots)
         view = View(
             state,
             state.clock_ms,
@@ -229,23 +212,12 @@ class ClusterRebuilderCore:
         known = tuple(workers[worker] for worker in sorted(workers))
         return msgspec.structs.replace(state, pending=pending, workers=known), tuple(effects)
 
-    def _part(self, plan: PlanRecord | None) -> Part | None:
-        """This executor's share of the plan, or None if it has none."""
-        if plan is None:
-            return None
-        add = tuple(entry for entry in plan.add if entry.worker in self._slots)
-        remove = tuple(entry for entry in plan.remove if entry.worker in self._slots)
-        reassign = tuple(entry for entry in plan.reassign if entry.worker in self._slots)
-        if not (add or remove or reassign):
-            return None
-        return Part(plan.plan_id, plan.stage == "applying", add, remove, reassign)
-
     def _orders(self, view: View, part: Part | None) -> list[Order]:
         wanted: list[Order | None] = []
         busy: set[WorkerId] = set()
         if part is not None:
             busy.update(entry.worker for entry in (*part.add, *part.remove, *part.reassign))
-            if part.applying or not _marked(view.state, part, "failed"):
+            if part.applying or not marked(view.state.marks, part, "failed"):
                 wanted.extend(self._join(view, entry, part.applying) for entry in part.add)
             if part.applying:
                 wanted.extend(self._leave(view, entry) for entry in part.remove)
@@ -324,22 +296,15 @@ class ClusterRebuilderCore:
     def _report(self, view: View, part: Part) -> tuple[RebuilderState, Effects]:
         """At most one "failed", one "prepared" and one "applied" a plan."""
         state = view.state
-        if _marked(state, part, "failed"):
+        if marked(state.marks, part, "failed"):
             return state, ()
         failed = self._failed(view, part)
         if failed:
-            reason = "; ".join(f"{worker}: {why}" for worker, why in failed)
-            report = PlanProgress(
-                plan_id=part.plan_id,
-                part=PART,
-                report="failed",
-                failed_workers=tuple(worker for worker, _ in failed),
-                reason=reason,
-            )
-            note = Note("plan_failed", f"plan {part.plan_id} fails: {reason}", "warning")
+            report = failure(part, PART, failed)
+            note = Note("plan_failed", f"plan {part.plan_id} fails: {report.reason}", "warning")
             return _mark(state, part, "failed"), (note, Send(report))
         reached = "applied" if part.applying else "prepared"
-        if _marked(state, part, reached) or not self._is_done(view, part):
+        if marked(state.marks, part, reached) or not self._is_done(view, part):
             return state, ()
         effects: list[Effect] = []
         if part.applying:
@@ -386,22 +351,14 @@ class ClusterRebuilderCore:
                 return False
         if not part.applying:
             return True
-        for entry in (*part.add, *part.reassign):
-            row, known = view.rows.get(entry.worker), view.known.get(entry.worker)
-            if entry in part.reassign and (row is None or has_left(row, known)):
-                continue
-            if known is None or known.incarnation != entry.incarnation or known.role_set < entry.role_generation:
-                return False
+        if not roles_are_set(part, view.rows, view.known):
+            return False
         rows = (view.rows.get(leave.worker) for leave in part.remove)
         return all(row is None or has_left(row, view.known.get(row.worker)) for row in rows)
 
 
 def _find(state: RebuilderState, worker: WorkerId) -> Progress | None:
     return next((entry for entry in state.workers if entry.worker == worker), None)
-
-
-def _marked(state: RebuilderState, part: Part, report: str) -> bool:
-    return any(mark.plan_id == part.plan_id and mark.report == report for mark in state.marks)
 
 
 def _mark(state: RebuilderState, part: Part, report: str) -> RebuilderState:

@@ -20,11 +20,10 @@ from typing import NamedTuple
 
 import msgspec
 
-from messages.decision_engine import Leave
 from messages.elastic_scheduler import NodeUp, TrainingBegin
 from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
-from messages.ids import Activity, Epoch, Incarnation, PlanId, Residency, Stage, WorkerId
+from messages.ids import Activity, Epoch, Incarnation, Residency, Stage, WorkerId
 from messages.monitor import GpusReturned
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import (
@@ -43,11 +42,12 @@ from messages.runtime_tracker import OperationTimed
 from messages.subjects import node_of
 from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
-from pearl_state.model import Pair, PlanRecord, RoleTable, Row
+from pearl_state.model import Pair, RoleTable, Row
 from pearl_state.orders import (
     Order,
     Repeat,
     answered,
+    asked_again,
     drain_order,
     given_up,
     kill_at_ms,
@@ -58,6 +58,7 @@ from pearl_state.orders import (
     role_order,
     update_order,
 )
+from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_of, roles_are_set
 from pearl_state.peers import wrong_batch, wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
@@ -109,16 +110,6 @@ class ToggleState(msgspec.Struct, frozen=True, kw_only=True):
     spoiled: bool = False  # a process died since the borrow began: what its hand-overs take says nothing of others
     last_step_ms: int = 0
     toggled: bool = False  # GPUs were lent since the last finished step
-
-
-class Part(NamedTuple):
-    """This executor's share of a plan: its workers of the overlap zone."""
-
-    plan_id: PlanId
-    applying: bool
-    add: tuple[Assign, ...]
-    remove: tuple[Leave, ...]
-    reassign: tuple[Assign, ...]
 
 
 class View(NamedTuple):
@@ -217,13 +208,12 @@ class ToggleManagerCore:
         old = state.table
         if old is not None and table.epoch <= old.epoch:
             return state, ()
-        marks = tuple(mark for mark in state.marks if table.plan is not None and mark.plan_id == table.plan.plan_id)
         mine = slim(table, (row for row in table.rows if row.worker in self._slots))
-        state = msgspec.structs.replace(state, table=mine, marks=marks)
-        part = self._part(mine.plan)
+        state = msgspec.structs.replace(state, table=mine, marks=kept_marks(state.marks, table))
+        part = part_of(mine.plan, self._slots)
         if part is not None:
             stage = "applying" if part.applying else "preparing"
-            if not _marked(state, part, stage):
+            if not marked(state.marks, part, stage):
                 state = _mark(state, part, stage)
         if _any(mine, Residency.RELEASING) and not _any(old, Residency.RELEASING):
             # Whatever was known of an earlier hand-over: this one wants an answer of its own.
@@ -269,21 +259,13 @@ class ToggleManagerCore:
 
     def on_plan(self, plan: ReconfigurationPlan) -> Effects:
         """The table is the order; this message only says that there is one."""
-        named = [entry.worker for entry in (*plan.add, *plan.remove, *plan.reassign)]
-        unknown = sorted(worker for worker in named if node_of(worker) not in self.config.nodes)
-        if unknown:
-            return (Refuse(f"plan {plan.plan_id} names {', '.join(unknown)}, whose node is not in the job file"),)
+        if problem := misplaced(plan, self.config.nodes):
+            return (Refuse(problem),)
         return ()
 
     def on_node_up(self, state: ToggleState, node: NodeUp) -> ToggleState:
         """A node agent that just started missed the commands given before: give them again at once."""
-        again = tuple(
-            Repeat(entry.key, entry.first_ms, 0)
-            if entry.key.startswith(("launch/", "kill/")) and node_of(entry.key.split("/")[1]) == node.node
-            else entry
-            for entry in state.pending
-        )
-        return msgspec.structs.replace(state, pending=again)
+        return msgspec.structs.replace(state, pending=asked_again(state.pending, node.node))
 
     def on_trainer_released(self, state: ToggleState, released: TrainerReleased) -> ToggleState:
         if not state.release_wanted or released.epoch != state.release_epoch:
@@ -361,7 +343,7 @@ class ToggleManagerCore:
         """Report what the plan's part has reached, then give the commands that are due."""
         if state.table is None:
             return state, ()
-        part = self._part(state.table.plan)
+        part = part_of(state.table.plan, self._slots)
         view = self._view(state, state.table)
         effects: list[Effect] = []
         if part is not None:
@@ -392,17 +374,6 @@ class ToggleManagerCore:
             {pair.overlap: pair for pair in table.pairs},
             {entry.worker: entry for entry in state.workers},
         )
-
-    def _part(self, plan: PlanRecord | None) -> Part | None:
-        """This executor's share of the plan, or None if it has none."""
-        if plan is None:
-            return None
-        add = tuple(entry for entry in plan.add if entry.worker in self._slots)
-        remove = tuple(entry for entry in plan.remove if entry.worker in self._slots)
-        reassign = tuple(entry for entry in plan.reassign if entry.worker in self._slots)
-        if not (add or remove or reassign):
-            return None
-        return Part(plan.plan_id, plan.stage == "applying", add, remove, reassign)
 
     def _begin_hand_over(self, state: ToggleState, table: RoleTable) -> ToggleState:
         """Number a release or a resumption that is wanted from now on."""
@@ -571,22 +542,15 @@ class ToggleManagerCore:
             return state, ()
         failed = self._failed(view, part)
         if failed:
-            reason = "; ".join(f"{worker}: {why}" for worker, why in failed)
-            report = PlanProgress(
-                plan_id=part.plan_id,
-                part=PART,
-                report="failed",
-                failed_workers=tuple(worker for worker, _ in failed),
-                reason=reason,
-            )
-            note = Note("plan_failed", f"plan {part.plan_id} fails: {reason}", "warning")
+            report = failure(part, PART, failed)
+            note = Note("plan_failed", f"plan {part.plan_id} fails: {report.reason}", "warning")
             return _mark(state, part, "failed"), (note, Send(report))
         if part.add and not part.applying and state.begun_batch > state.finished_batch:
             reason = f"training wants its GPUs for batch {state.begun_batch}"
             veto = PlanProgress(plan_id=part.plan_id, part=PART, report="vetoed", reason=reason)
             return _mark(state, part, "vetoed"), (Note("plan_vetoed", f"plan {part.plan_id}: {reason}"), Send(veto))
         reached = "applied" if part.applying else "prepared"
-        if _marked(state, part, reached) or not self._is_done(view, part):
+        if marked(state.marks, part, reached) or not self._is_done(view, part):
             return state, ()
         effects: list[Effect] = []
         if part.add and not part.applying:
@@ -635,12 +599,8 @@ class ToggleManagerCore:
             return False
         if not part.applying:
             return True
-        for entry in (*part.add, *part.reassign):
-            row, known = view.rows.get(entry.worker), view.known.get(entry.worker)
-            if entry in part.reassign and (row is None or has_left(row, known)):
-                continue
-            if known is None or known.incarnation != entry.incarnation or known.role_set < entry.role_generation:
-                return False
+        if not roles_are_set(part, view.rows, view.known):
+            return False
         rows = (view.rows.get(leave.worker) for leave in part.remove)
         return all(row is None or _is_back(row, view.known.get(row.worker)) for row in rows)
 
@@ -665,12 +625,8 @@ def _average(old: float | None, sample: float) -> float:
     return sample if old is None else old + COST_WEIGHT * (sample - old)
 
 
-def _marked(state: ToggleState, part: Part, report: str) -> bool:
-    return any(mark.plan_id == part.plan_id and mark.report == report for mark in state.marks)
-
-
 def _given_up(state: ToggleState, part: Part) -> bool:
-    return _marked(state, part, "failed") or _marked(state, part, "vetoed")
+    return marked(state.marks, part, "failed") or marked(state.marks, part, "vetoed")
 
 
 def _mark(state: ToggleState, part: Part, report: str) -> ToggleState:

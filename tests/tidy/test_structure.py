@@ -17,7 +17,10 @@ CORES = sorted(path for path in FILES if path.name == "core.py" or path.name.sta
 PURE = sorted(
     {
         *(path for path in CORES if path.parent.name not in ("runtime",)),
-        *(ROOT / "pearl_state" / name for name in ("model.py", "plan.py", "invariants.py")),
+        *(
+            ROOT / "pearl_state" / name
+            for name in ("model.py", "plan.py", "invariants.py", "orders.py", "parts.py", "peers.py", "progress.py")
+        ),
         ROOT / "services/decision_engine/makespan.py",
         ROOT / "services/pipeline_scheduler/batches.py",
         ROOT / "services/preemption_feed/schedule.py",
