@@ -66,6 +66,12 @@ def join_ranks(config: Config) -> tuple[int, torch.device]:
     return dist.get_rank(), device
 
 
+def leave_ranks() -> None:
+    """Leave the process group. A rank that exits within it takes gloo's threads down while they run, and may abort."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 class Learner:
     """Version `version` of the policy, and what makes the next one of it."""
 

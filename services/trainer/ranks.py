@@ -19,7 +19,7 @@ import torch.distributed as dist
 from services.jobfile import JobFile
 from services.models.files import initial_model
 from services.trainer.config import Config
-from services.trainer.learner import Learner
+from services.trainer.learner import Learner, leave_ranks
 
 
 class Group:
@@ -51,7 +51,7 @@ class Group:
         """End the other ranks, after the call that runs. They may be gone already."""
         if self._learner is not None:
             with contextlib.suppress(RuntimeError):
-                await asyncio.get_running_loop().run_in_executor(self._thread, _tell, self._learner, None)
+                await asyncio.get_running_loop().run_in_executor(self._thread, _dismiss, self._learner)
         self._thread.shutdown(wait=False)
 
 
@@ -61,6 +61,14 @@ def follow(job: JobFile) -> None:
     while (order := _hear(learner)) is not None:
         method, arguments = order
         getattr(learner, method)(*arguments)
+    leave_ranks()
+
+
+def _dismiss(learner: Learner) -> None:
+    """Tell the other ranks to end, and leave them; a rank alone has nobody to leave."""
+    _tell(learner, None)
+    if learner.orders is not None:
+        leave_ranks()
 
 
 def _tell(learner: Learner, order: object) -> None:

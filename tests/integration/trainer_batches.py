@@ -97,3 +97,7 @@ def train(job: JobFile, batches: range) -> None:
 
 if __name__ == "__main__":
     train(jobfile.load(sys.argv[1]), range(BATCHES))
+
+    from services.trainer.learner import leave_ranks
+
+    leave_ranks()
