@@ -28,7 +28,7 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest tests/unit tests/paper tests/contract tests/sim tests/tidy -m "not slow"
+	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/contract tests/sim tests/tidy -m "not slow"
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

@@ -28,6 +28,14 @@ class Placed(msgspec.Struct, frozen=True):
     role: Role
 
 
+TRUSTED_STEPS = 2
+"""Train steps without a borrow for which its last known cost is taken as it is."""
+TRUST_A_STEP = 0.9
+"""What is left of that trust with each further step: halved in seven, so that a wrong cost is tested again soon and rarely."""
+LEAST_TRUST = 0.25
+"""A borrow is never believed to cost less than this share of what is known."""
+
+
 class State(msgspec.Struct, frozen=True, kw_only=True):
     """What the next decision follows from. `target` is the last one emitted: it defines what runs now."""
 
@@ -37,6 +45,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     progress: BatchProgress | None = None
     target: TargetConfiguration | None = None
     placed: tuple[Placed, ...] | None = None  # from the role table; None: no replica seen yet
+    borrowed_step: int = 0  # train step at the last decision to borrow
 
 
 class DecisionEngineCore:
@@ -187,14 +196,19 @@ class DecisionEngineCore:
             dedicated=found.dedicated,
             full=found.full,
         )
-        new = msgspec.structs.replace(state, decisions=state.decisions + 1, target=target)
+        new = msgspec.structs.replace(
+            state,
+            decisions=state.decisions + 1,
+            target=target,
+            borrowed_step=profile.train_step if borrow else state.borrowed_step,
+        )
         note = Note("decision", f"{decision_id}: {describe(target)} on {len(usable)} workers ({reason})")
         return new, (Send(target), Send(record), note)
 
     def _question(self, state: State, budget: BudgetChanged) -> Question:
         """Everything the next decision follows from."""
         profile = state.profile or self.config.cold_start
-        toggle_s, return_s = self._toggle_s(profile)
+        toggle_s, return_s = self._toggle_s(profile, profile.train_step - state.borrowed_step)
         idle = budget.training_batch is None
         return Question(
             profile=profile,
@@ -208,11 +222,17 @@ class DecisionEngineCore:
             return_s=return_s,
         )
 
-    def _toggle_s(self, profile: WorkloadProfile) -> tuple[float, float]:
-        """T_toggle and the return's part of it: learned means, each of its share of the guess until it was measured."""
+    def _toggle_s(self, profile: WorkloadProfile, steps: int) -> tuple[float, float]:
+        """T_toggle and the return's part of it: learned means, each of its share of the guess until it was measured.
+
+        What a borrow costs is measured by borrowing only, so one slow hand-over, or a guess too high (paper 6.3), could shut the
+        gate for good. After `TRUSTED_STEPS` train steps without a borrow both are believed a little less with each step.
+        """
         guess_s = self.config.toggle_guess_s
+        activate_s = profile.costs.get("activate", guess_s * (1 - RETURN_SHARE))
         return_s = profile.costs.get("deactivate", guess_s * RETURN_SHARE)
-        return profile.costs.get("activate", guess_s * (1 - RETURN_SHARE)) + return_s, return_s
+        trust = max(LEAST_TRUST, TRUST_A_STEP ** max(0, steps - TRUSTED_STEPS))
+        return trust * (activate_s + return_s), trust * return_s
 
 
 def _wrong_costs(profile: WorkloadProfile) -> str:

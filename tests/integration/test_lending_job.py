@@ -41,7 +41,7 @@ async def lending_of(run: RunningJob) -> lending.Lending:
 
 @pytest.mark.slow
 async def test_lending_survives_the_death_of_whoever_takes_part(tmp_path: Path) -> None:
-    async with running_job(tmp_path, steps=4 + 2 * len(VICTIMS), more=LENDING) as run:
+    async with running_job(tmp_path, steps=6 + 6 * len(VICTIMS), more=LENDING) as run:
         for victim in VICTIMS:
             await run.until(lambda: lent(run), f"GPUs are lent before {victim} dies")
             before = len(run.board.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -178,6 +179,29 @@ def test_lending_borrows_only_while_training_is_idle_and_it_pays() -> None:
     assert not sent(effects, TargetConfiguration)[0].borrow
     _, effects = engine.step(state, Input(2, budget(2, 2, overlap=0, training=0)))
     assert not sent(effects, TargetConfiguration)[0].borrow
+
+
+def test_a_cost_that_shut_the_gate_is_tested_again_after_a_while() -> None:
+    engine = core(lending=True)
+    slow = {"activate": 1000.0, "deactivate": 500.0}  # one hand-over of a busy machine; lending would win some 600 s
+    state, _ = engine.step(engine.initial(), Input(0, budget(1, 2, overlap=8)))
+    borrowed: list[int] = []
+    costs: list[float] = []
+    for step in range(1, 40):
+        profile = msgspec.structs.replace(PROFILE, train_step=step, costs=slow)
+        state, effects = engine.step(state, Input(step, profile))
+        records = sent(effects, DecisionRecord)
+        state, effects = engine.step(state, Input(step, budget(2 * step, 2, overlap=0, training=step)))
+        state, effects = engine.step(state, Input(step, budget(2 * step + 1, 2, overlap=8)))
+        records += sent(effects, DecisionRecord)
+        if any(record.borrow for record in records):
+            borrowed.append(step)
+        costs += [record.toggle_s for record in records]
+        for record in records:
+            check_explained(record)
+    assert costs[0] == 1500.0 and min(costs) >= 0.25 * 1500.0
+    assert borrowed and borrowed[0] > 3, "the cost is believed at first, and tested later"
+    assert all(later - earlier > 3 for earlier, later in pairwise(borrowed)), "and not all the time"
 
 
 @settings(max_examples=60, deadline=None)
