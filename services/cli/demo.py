@@ -24,6 +24,7 @@ from services.jobfile import ConfigError, JobFile
 from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
+from services.nats_server.process import ServerError
 from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
 from services.supervisor.service import Started, Supervisor, on_interrupt
@@ -172,6 +173,10 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             wall_s=time.monotonic() - begun,
         )
         return None if interrupted.is_set() else report
+    except ServerError:
+        if interrupted.is_set():  # a server being started hears Ctrl-C too, until it has a session of its own
+            return None
+        raise
     finally:
         if bus is not None:
             await bus.close()  # before its server goes, which it would complain of

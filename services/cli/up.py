@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services import jobfile
 from services.cli.preflight import preflight
+from services.nats_server.process import ServerError
 from services.supervisor.service import Supervisor, on_interrupt
 
 
@@ -33,7 +34,11 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
             await watch(job, stop)
         else:
             await stop.wait()
+    except ServerError:
+        if not stop.is_set():  # a server being started hears Ctrl-C too, until it has a session of its own
+            raise
     finally:
-        print("stopping")
+        if supervisor.started:
+            print("stopping")
         await supervisor.stop()
     return 0

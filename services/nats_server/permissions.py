@@ -6,6 +6,9 @@ Derived from one table, `SENDS` (who sends which kinds, as the comments in `mess
 Permissions do not bind what the server itself sends on a user's behalf: an acknowledgement or a stored message goes
 to whatever reply subject the request named, within the user's account. So accounts draw the hard lines:
 
+A stream also takes a message for a repetition by its id alone, whatever its subject: so the client seals ids with its user's
+key (`bus_nats`), and no user can make another one's message look repeated.
+
 - CTRL holds the role table and the lease. Nothing of another account can land there.
 - MON (the monitor) and FEED (the preemption feed) are for those who look in from outside: they reach single subjects
   of APP as imports, and no answer to them can land among APP's events.

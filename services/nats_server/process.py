@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -91,17 +92,10 @@ def _packaged() -> str | None:
     return None
 
 
+@functools.cache
 def _check_version(path: Path) -> None:
     try:
-        said = subprocess.run(
-            # A session of its own: a Ctrl-C at this moment must not look like a broken binary.
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-            start_new_session=True,
-        ).stdout
+        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ServerError(f"{path} --version failed ({error}): is it a nats-server for this machine?") from error
     match = _VERSION.search(said)

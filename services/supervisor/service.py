@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
 import signal
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 import psutil
 
-from services.jobfile import JobFile
+from services.jobfile import ConfigError, JobFile
 from services.nats_server.process import EmbeddedServer
 from services.runtime.log import get_logger
 from services.supervisor.roster import ServiceProcess, roster
@@ -48,12 +49,17 @@ class Supervisor:
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
+        self._lock: int | None = None
         self._on_event: Callable[[str], object] = on_event or str
         self.restarts: dict[str, int] = {}
 
     async def start(self, only: Sequence[str] | None = None) -> None:
-        """Start NATS (if embedded), create streams and buckets, then every process of the roster."""
+        """Start NATS (if embedded), create streams and buckets, then every process of the roster.
+
+        Raises ConfigError where another supervisor runs the job in the same folder; ServerError, BusError.
+        """
         (self.job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
+        self._lock = _locked(self.job)
         if self.server is not None:
             await self.server.start()
             await self.server.prepare()
@@ -61,6 +67,11 @@ class Supervisor:
         for process in roster(self.job):
             if only is None or process.service in only:
                 self._tasks.append(asyncio.create_task(self._keep(process), name=process.name))
+
+    @property
+    def started(self) -> bool:
+        """Whether there may be something of this supervisor's to stop."""
+        return self._lock is not None
 
     def processes(self) -> tuple[Started, ...]:
         """Processes that run now: services, the NATS server, and what node agents launched (from their pid files)."""
@@ -72,6 +83,8 @@ class Supervisor:
     async def stop(self) -> None:
         """End everything: services (node agents end their workers), then what is left, then NATS."""
         self._stopping.set()
+        if self._lock is None:
+            return  # nothing was started: what runs here is another one's
         for child in self._children.values():
             _signal(child, signal.SIGTERM)
         if self._children:
@@ -88,6 +101,8 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.server is not None:
             await self.server.stop()
+        os.close(self._lock)
+        self._lock = None
 
     async def _keep(self, process: ServiceProcess) -> None:
         """Run one process again and again until the end."""
@@ -155,6 +170,24 @@ class Supervisor:
 class _PidFile(msgspec.Struct):
     pid: int
     start_time: float = 0.0
+
+
+def _locked(job: JobFile) -> int:
+    """The run's folder as one supervisor's own, until the descriptor is closed or the process ends. Raises ConfigError."""
+    path = job.run_dir / "supervisor.lock"
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace") or "unknown"
+        os.close(descriptor)
+        raise ConfigError(
+            f"job {job.job.name} runs already in {job.run_dir.absolute()} (process {holder}): stop it first, or give this one "
+            "another job.name or job.data_dir"
+        ) from error
+    os.truncate(descriptor, 0)
+    os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+    return descriptor
 
 
 def _launched(run_dir: Path) -> list[Started]:

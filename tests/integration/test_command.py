@@ -121,6 +121,21 @@ def test_the_end_of_its_terminal_ends_a_demo(folder: Path) -> None:
         assert process.returncode == 130
 
 
+def test_a_job_that_runs_is_not_started_a_second_time(folder: Path) -> None:
+    with demo(folder, "--data-dir", str(folder / ODD)) as process:
+        assert process.stdout is not None and "starting" in process.stdout.readline()
+        job = next((folder / ODD).glob("demo-*/job.toml"))
+        begun = time.monotonic()
+        while not (job.parent / "demo" / "nats.json").exists():
+            assert time.monotonic() - begun < 30
+            time.sleep(0.1)
+        said = pearl(folder, "up", "-c", str(job))
+        assert (said.returncode, said.stdout, said.stderr.count("\n")) == (2, "", 1), said
+        assert f"runs already in {job.parent}" in said.stderr and str(process.pid) in said.stderr
+        assert pearl(folder, "status", "-c", str(job)).returncode == 0, "the first one is as it was"
+        interrupt(process)
+
+
 @pytest.mark.slow
 def test_two_demos_at_once_do_not_meet(folder: Path) -> None:
     arguments = ("--json", "--steps", "2", "--data-dir", str(folder / ODD))

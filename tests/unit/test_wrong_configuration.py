@@ -267,6 +267,18 @@ def test_an_environment_that_raises(
     assert "cannot be made" in said and "KeyError" in said
 
 
+def test_keys_that_are_missing_or_damaged(
+    job_file: Callable[..., Path], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys"
+    keys.mkdir()
+    text = f'[nats]\nembedded = false\nurl = "nats://127.0.0.1:1"\nkeys_dir = "{keys}"\n'
+    assert "there is no agent.nk" in refused(capsys, "up", "-c", job_file(text))
+    (keys / "agent.nk").write_text("open sesame")
+    said = refused(capsys, "up", "-c", job_file(f'[nats]\nkeys_dir = "{keys}"\n'))
+    assert "agent.nk is not an nkey seed" in said and "sesame" not in said
+
+
 # --- the model's files
 
 
