@@ -1,0 +1,1 @@
+"""Seeded fault simulation: every production core, a network and a clock that a seed decides, and checkers that watch."""
