@@ -38,6 +38,8 @@ CHUNK: Final = 4
 JOIN_S: Final = 0.5
 """How long one side of a hand-over waits for the other."""
 WEIGHTS_BYTES: Final = 1_000_000
+STUCK_S: Final = 0.05
+"""How often a hanging operation looks whether it may go on."""
 
 
 class Surroundings(Protocol):
@@ -74,7 +76,7 @@ class _Running:
 class Engine:
     """One process's engine: `services.rollout_worker.engines.base.Engine`.
 
-    `stuck`: operations that never end, of `TOOK_S`; `slow`: how many times longer everything takes; `torn`: snapshots
+    `stuck`: operations that do not end while they are in it, of `TOOK_S` and "drain"; `slow`: how many times longer everything takes; `torn`: snapshots
     cannot be read.
     """
 
@@ -121,11 +123,12 @@ class Engine:
         return "the device fell off the bus"
 
     async def _operation(self, name: str) -> None:
-        if name in self.stuck:
-            await asyncio.Event().wait()
         await asyncio.sleep(self._world.took_s(*TOOK_S[name]) * self.slow)
-        if name in self.stuck:
-            await asyncio.Event().wait()
+        await self._unstuck(name)
+
+    async def _unstuck(self, name: str) -> None:
+        while name in self.stuck:  # noqa: ASYNC110 - a fault sets and clears it, without a word
+            await asyncio.sleep(STUCK_S)
 
     async def set_role(self, role: Role) -> None:
         assert not self._running, "requests run: a role is only taken when none does"
@@ -180,8 +183,7 @@ class Engine:
     # -- requests
 
     async def abort(self, request: str | None = None) -> int:
-        if "drain" in self.stuck:
-            await asyncio.Event().wait()
+        await self._unstuck("drain")
         count = 0
         for running in self._running.values():
             if request in (None, running.spec.request) and not running.ended:

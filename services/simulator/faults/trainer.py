@@ -14,7 +14,7 @@ import msgspec
 from messages.agent import TurnFinished
 from messages.ids import PolicyVersion
 from messages.pipeline_scheduler import BatchReady, StepFinished
-from services.simulator.faults.engine import checksum_of
+from services.simulator.faults.engine import STUCK_S, checksum_of
 from services.snapshot import Snapshot
 from services.trainer.turns import checked
 
@@ -61,7 +61,7 @@ def build(ready: BatchReady, records: Mapping[int, TurnFinished]) -> Batch:
 
 
 class Group:
-    """The surface of `ranks.Group`. `stuck`: operations that never end; `slow`: how many times longer they take."""
+    """The surface of `ranks.Group`. `stuck`: operations that do not end while they are in it; `slow`: how many times longer they take."""
 
     def __init__(
         self, disk: Disk, took_s: Callable[[float, float], float], memory: Callable[[bool], None]
@@ -77,11 +77,9 @@ class Group:
         """Take the method's time, then its effect, at one moment."""
         if method == "acquire" and not self.learner.resident:
             self._hold(True)
-        if method in self.stuck:
-            await asyncio.Event().wait()
         await asyncio.sleep(self._took_s(*TOOK_S[method]) * self.slow)
-        if method in self.stuck:
-            await asyncio.Event().wait()
+        while method in self.stuck:  # noqa: ASYNC110 - a fault sets and clears it, without a word
+            await asyncio.sleep(STUCK_S)
         return getattr(self, f"_{method}")(*arguments)
 
     async def close(self) -> None:
