@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from messages.ids import Activity, Residency, Role, Stage, Zone
 from pearl_state.model import PlanRecord, RoleTable, Row
 from services.simulator.faults.history import History, Process, Promise
-from services.simulator.faults.record import ActorBegan, MemoryHeld, ProcessBegan, ProcessEnded, Seen, TableWritten
+from services.simulator.faults.record import ActorBegan, MemoryHeld, ProcessBegan, Seen, TableWritten
 
 
 class SingleWriter(Promise):
@@ -61,32 +61,18 @@ class OnePhase(Promise):
     """No GPU is used by two processes at once, by the memory they hold and by the rows; training finds its GPUs free."""
 
     name = "11.2 one phase per GPU"
-    kinds = (MemoryHeld, ProcessBegan, ProcessEnded, TableWritten)
-
-    def __init__(self, history: History) -> None:
-        super().__init__(history)
-        self._begun: tuple[Process, tuple[str, ...]] | None = None
+    kinds = (MemoryHeld, ProcessBegan, TableWritten)
 
     def see(self, seen: Seen) -> Iterator[str]:
-        begun, self._begun = self._begun, None
-        if begun is not None:
-            # A process that holds nothing at its start says so at once.
-            says = isinstance(seen, MemoryHeld) and not seen.held and (seen.worker, seen.incarnation) == begun[0]
-            yield from () if says else begun[1]
         match seen:
-            case ProcessBegan():
+            case ProcessBegan() | MemoryHeld():
                 process = (seen.worker, seen.incarnation)
-                found = tuple(self._conflicts(process, seen.node, seen.gpus))
-                self._begun = (process, found) if found else None
-            case MemoryHeld(held=True):
-                yield from self._conflicts((seen.worker, seen.incarnation), seen.node, seen.gpus)
+                if self.history.holds(process):
+                    yield from self._conflicts(process, seen.node, seen.gpus)
             case TableWritten():
                 yield from self._by_rows(seen.table)
             case _:
                 pass
-
-    def finish(self) -> Iterable[str]:
-        return () if self._begun is None else self._begun[1]
 
     def _conflicts(self, process: Process, node: str, gpus: Sequence[int]) -> Iterator[str]:
         for gpu in gpus:
@@ -180,7 +166,10 @@ class HalfReady(Promise):
         returning = target is not None and target.training_batch is not None
         for assign in plan.add:
             row = rows.get(assign.worker)
-            if assign.worker in joined or (row is not None and row.zone is Zone.OVERLAP and returning):
+            if row is None or assign.worker in joined or (row.zone is Zone.OVERLAP and returning):
+                continue
+            # Admitted and cut again by the next plan, in one write.
+            if row.stage in (Stage.DRAINING, Stage.SWITCHING) and row.role_generation > assign.role_generation:
                 continue
             yield f"epoch {table.epoch} admits {joined[0]} without {assign.worker}, of the same plan {plan.plan_id}"
 

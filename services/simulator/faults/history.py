@@ -58,6 +58,7 @@ class History:
 
     def __init__(self, job: JobFile) -> None:
         self.job = job
+        self._zones = {node.name: node.zone for node in job.nodes}
         self.now_ms = 0
         self.table: RoleTable | None = None
         self.before: RoleTable | None = None  # the table before `table`
@@ -94,7 +95,9 @@ class History:
                 self._on_stored(message, seen.at_ms)
             case ProcessBegan():
                 self.alive[seen.worker, seen.incarnation] = seen
-                self._hold(seen.node, seen.gpus, (seen.worker, seen.incarnation), True)
+                # Where GPUs are lent a process holds nothing before it says so.
+                lent = self._zones.get(seen.node) is Zone.TRAINING
+                self._hold(seen.node, seen.gpus, (seen.worker, seen.incarnation), not lent)
             case ProcessEnded():
                 self._on_end((seen.worker, seen.incarnation))
             case MemoryHeld():
