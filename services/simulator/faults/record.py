@@ -123,7 +123,11 @@ class ProcessEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemoryHeld(msgspec.Struct, frozen=True, tag=True):
-    """Whether a process may hold device memory from now on; a process that holds none at its start says so."""
+    """Whether a process may hold device memory from now on.
+
+    Before it says anything a process is taken to hold memory, except on training nodes, where GPUs are lent: there it holds
+    none before it says so.
+    """
 
     at_ms: int
     node: str
