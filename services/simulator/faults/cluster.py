@@ -271,6 +271,7 @@ class Cluster:
         self.loop.raised_in_threads = (SnapshotError, UnusableBatchError)
         self.network = Network(self.loop, job.job.name, random.Random(f"network/{seed}"), self.see)
         self.network.on_doom = self._doomed
+        self.network.lives = lambda process: self._of_process[process].life
         self.engines: dict[str, Engine] = {}
         self.disk = Disk()
         self.machines: dict[str, Machine] = {}

@@ -23,7 +23,7 @@ from messages.agent import Assignment
 from messages.envelope import Message, UndecodableMessage, decode, kind_of, registry
 from messages.rollout_worker import Generate
 from messages.router import AssignRequest
-from messages.subjects import ROUTES, roles_bucket, roles_feed
+from messages.subjects import ROUTES, lease_bucket, roles_bucket, roles_feed
 from pearl_state.codec import decode_table
 from services.durable import durable_state
 from services.runtime.bus import (
@@ -66,6 +66,9 @@ class Network:
         self.generates: dict[tuple[str, str, int], Generate] = {}  # by worker, request, attempt: the last that arrived
         self.epochs: dict[str, int] = {}  # of the replica of each router, kept by the cluster
         self.on_doom: Callable[[Process], None] = lambda process: None
+        self.lives: Callable[[Process], int] = lambda process: 1
+        self._leaseholder: Process | None = None
+        self._tenures: dict[Process, int] = {}  # how often each took the lease from another
         self._streams: dict[str, Stream] = {}
         self._stream_of: dict[str, Stream] = {}  # by family
         self._buckets: dict[str, Bucket] = {}
@@ -186,8 +189,12 @@ class Network:
         kept.expires_ms.pop(key, None)
         if ttl_s is not None:
             kept.expires_ms[key] = now + ttl_s * 1000
+        if bucket == lease_bucket(self.job) and sender is not self._leaseholder:
+            self._leaseholder = sender
+            self._tenures[sender] = self._tenures.get(sender, 0) + 1
         if bucket == roles_bucket(self.job):
-            self.seen(TableWritten(now, sender.name, decode_table(data, self.job)))
+            writer = f"{sender.name}/{self.lives(sender)}.{self._tenures.get(sender, 0)}"
+            self.seen(TableWritten(now, writer, decode_table(data, self.job)))
             headers = {"Nats-Subject": f"$KV.{bucket}.{key}", "Nats-Sequence": str(kept.revision)}
             self.route(None, roles_feed(self.job), data, "", headers)
         return kept.revision
