@@ -360,24 +360,25 @@ class RolloutWorker:
         if request.worker != self._worker or request.incarnation != self._incarnation:
             return  # its edge has seen, or will see, that that process is gone
         key = (request.request, request.attempt)
-        if key in self._attempts or key in self._ended:
-            return  # the network brought it twice: what it made is with its edge
+        if key in self._attempts:
+            return
         attempt = _Attempt(request, self.state.role)
         refusal = self.core.refusal(self.state, request)
         if refusal:
             self.refused += 1
             await self._chunk(attempt, [], [], finish="refused", reason=refusal)
             return
+        if key in self._ended:
+            return  # the network brought it twice: what it made is with its edge
         assert self._tasks is not None
         self._attempts[key] = attempt
         attempt.task = self._tasks.create_task(self._run_attempt(attempt), name=f"attempt-{request.request}")
         # Not in the task itself: one that is cancelled before it begins never runs.
-        attempt.task.add_done_callback(lambda _: self._over(key))
+        attempt.task.add_done_callback(lambda _: self._attempts.pop(key))
 
-    def _over(self, key: tuple[str, int]) -> None:
-        """An attempt has ended; a copy of its request that is still on its way must not run."""
-        del self._attempts[key]
-        self._ended[key] = None
+    def _remember(self, request: Generate) -> None:
+        """An attempt that made tokens has ended; a copy of its request that is still on its way must not run."""
+        self._ended[request.request, request.attempt] = None
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
@@ -425,6 +426,7 @@ class RolloutWorker:
         finally:
             await _close(stream)
             if begun:
+                self._remember(request)
                 self._log_attempt(attempt, start, finish)
 
     async def _chunk(
