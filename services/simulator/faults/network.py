@@ -17,13 +17,13 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from messages.agent import Assignment
-from messages.envelope import Message, UndecodableMessage, decode, kind_of, registry
+from messages.envelope import Message, decode, kind_of, registry
 from messages.rollout_worker import Generate
 from messages.router import AssignRequest
-from messages.subjects import ROUTES, lease_bucket, roles_bucket, roles_feed
+from messages.subjects import lease_bucket, roles_bucket, roles_feed
 from pearl_state.codec import decode_table
 from services.durable import durable_state
 from services.runtime.bus import (
