@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import msgspec
 
 from pearl_state.invariants import violations
@@ -20,8 +22,12 @@ def encode_table(table: RoleTable) -> bytes:
     return _encoder.encode(table)
 
 
+@functools.lru_cache(4)
 def decode_table(data: bytes, job: str) -> RoleTable:
-    """The table of job `job`, with its invariants checked. Raises UnreadableTableError."""
+    """The table of job `job`, with its invariants checked. Raises UnreadableTableError.
+
+    Replicas of one process read the same bytes: they share what was read.
+    """
     try:
         table = _decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

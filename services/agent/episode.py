@@ -14,7 +14,6 @@ import asyncio
 import contextlib
 import hashlib
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
@@ -217,7 +216,7 @@ class Episode:
     async def _turn(self, environment: Environment, turn: int, prompt_new: list[int], most: int) -> StepResult:
         """Generate, act, journal."""
         task = self._task
-        began = time.monotonic()
+        began = _now_s()
         request = RequestId(f"{task.trajectory}/{turn}/{self._holding}")
         reply = await self._edge.generate(
             RequestSpec(
@@ -236,9 +235,9 @@ class Episode:
         action = await self._call(
             "be detokenized", _made(lambda: self._tokenizer.decode(self._without_eos(reply.tokens)))
         )
-        asked = time.monotonic()
+        asked = _now_s()
         result = await self._call("step", environment.step(action))
-        done = time.monotonic()
+        done = _now_s()
         record = TurnFinished(
             trajectory=task.trajectory,
             group=task.group,
@@ -262,7 +261,7 @@ class Episode:
         self._context += reply.tokens
         self._last_worker = reply.worker
         # Until the next question: to the workers, journalling is as much a pause as the environment's own time.
-        await self._tell(record, reply, away_s=time.monotonic() - asked)
+        await self._tell(record, reply, away_s=_now_s() - asked)
         return result
 
     def _without_eos(self, tokens: list[int]) -> list[int]:
@@ -355,6 +354,10 @@ class Episode:
         )
         with contextlib.suppress(BusUnavailable):
             await self._bus.publish(subject_of(self._config.job, message), encode(message))
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
 
 
 async def _made(make: Callable[[], T]) -> T:

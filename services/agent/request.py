@@ -84,8 +84,16 @@ class RequestEdge:
     """Runs requests to their end. `start` before use; one a process is enough."""
 
     def __init__(
-        self, bus: Bus, job: str, edge: str, *, silence_ms: float, replica: TableReplica | None = None
+        self,
+        bus: Bus,
+        job: str,
+        edge: str,
+        *,
+        silence_ms: float,
+        replica: TableReplica | None = None,
+        make_state: type[RequestState] = RequestState,
     ) -> None:
+        """`make_state`: what holds a request (a subclass may watch it)."""
         self.late_chunks = 0  # of attempts that are no longer wanted
         self.undecodable = 0
         self._bus = bus
@@ -93,6 +101,7 @@ class RequestEdge:
         self._reply_to = f"pearl.{job}.tok.{edge}"
         self._silence_ms = silence_ms
         self._replica = replica
+        self._make_state = make_state
         self._running: dict[str, _Running] = {}
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -120,7 +129,7 @@ class RequestEdge:
         """
         assert spec.request not in self._running, f"request {spec.request} runs here already"
         loop = asyncio.get_running_loop()
-        running = _Running(RequestState(spec, reply_to=self._reply_to, silence_ms=self._silence_ms))
+        running = _Running(self._make_state(spec, reply_to=self._reply_to, silence_ms=self._silence_ms))
         state = running.state
         self._running[spec.request] = running
         try:

@@ -187,6 +187,14 @@ class Pids:
         draft.replace(path)
         return Supervised(record, child)
 
+    def adopt(self, record: PidFile) -> Process:
+        """The process of a pid file, which another agent started."""
+        return Supervised(record, None)
+
+    def lives(self, record: PidFile) -> bool:
+        """Whether it does."""
+        return is_same(record)
+
     def read(self, worker: WorkerId, warn: Callable[[str], None]) -> PidFile | None:
         """The pid file of a worker; None if there is none, or it cannot be read (`warn` says why)."""
         path = self._path(worker)

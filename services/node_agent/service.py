@@ -42,7 +42,7 @@ from services.node_agent.core import (
     StartFailed,
     Stop,
 )
-from services.node_agent.processes import Pids, Process, Supervised, is_same
+from services.node_agent.processes import Pids, Process
 from services.runtime.bus import Bus, BusError, Consumer, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Input, Note, Refuse, Send, Tick
@@ -97,8 +97,9 @@ class NodeAgent:
         command: Command = command_line,
         clock: Clock = now_ms,
         pids: Pids | None = None,
+        host: str = "",
     ) -> None:
-        """`pids`: what starts its processes, if not the ordinary one."""
+        """`pids`: what starts its processes, if not the ordinary one. `host`: its name, the machine's unless given."""
         self._config = config
         self._bus = bus
         self._job = job_name
@@ -106,6 +107,7 @@ class NodeAgent:
         self._clock = clock
         self._core = NodeAgentCore(config)
         self._state: NodeState = self._core.initial()
+        self._host = host or socket.gethostname()
         self._pids = pids or Pids(config.run_dir)
         self._running: dict[WorkerId, Process] = {}
         self._inbox: deque[Input] = deque()
@@ -139,7 +141,7 @@ class NodeAgent:
                     node=self._config.node,
                     gpus=tuple(range(self._config.gpus)),
                     agent_incarnation=incarnation,
-                    host=socket.gethostname(),
+                    host=self._host,
                 )
             )
             async with asyncio.TaskGroup() as group:
@@ -190,9 +192,9 @@ class NodeAgent:
         record = self._pids.read(worker, lambda text: self._log.warning(text, action="pid_file"))
         if record is None:
             return
-        supervised = Supervised(record, None)
+        supervised = self._pids.adopt(record)
         if foreign:
-            if is_same(record):
+            if self._pids.lives(record):
                 self._log.warning(f"ending {worker}, left by an earlier job of this name", action="process_foreign")
                 supervised.signal(hard=True)
                 await supervised.ended()

@@ -17,8 +17,9 @@ import asyncio
 import math
 import os
 import time
-from collections.abc import Awaitable
-from typing import Any, Final
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, Final, Protocol
 
 import msgspec
 import psutil
@@ -78,6 +79,18 @@ class EngineFailedError(Exception):
     """The engine ended by itself; its traceback was logged."""
 
 
+class Attempts(Protocol):
+    """Where a worker says which attempts it ran (`AttemptLog`)."""
+
+    def write(self, entry: AttemptLogged) -> None: ...
+
+    def close(self) -> None: ...
+
+
+Fetch = Callable[[str, str, str], Path]
+"""(uri, cache directory, checksum of the manifest) -> local folder. Raises SnapshotError. May block."""
+
+
 class _Attempt:
     """A request that runs here."""
 
@@ -85,7 +98,7 @@ class _Attempt:
         self.request = request
         self.silent = role is Role.PREFILL
         self.offset = len(request.prefix)  # of the next token
-        self.heard_of = time.monotonic()  # when its edge last got a chunk
+        self.heard_of = _now_s()  # when its edge last got a chunk
         self.task: asyncio.Task[None] | None = None
 
 
@@ -93,9 +106,20 @@ class RolloutWorker:
     """One incarnation. `run` until told to stop. Raises OrphanedError, EngineFailedError."""
 
     def __init__(
-        self, config: Config, bus: Bus, engine: Engine, worker: WorkerId, incarnation: Incarnation, *, began: float
+        self,
+        config: Config,
+        bus: Bus,
+        engine: Engine,
+        worker: WorkerId,
+        incarnation: Incarnation,
+        *,
+        began: float,
+        attempts: Attempts | None = None,
+        fetch: Fetch = fetch,
+        pid: int | None = None,
     ) -> None:
-        """`began`: monotonic seconds at which initialisation began."""
+        """`began`: the event loop's time at which initialisation began. `attempts`: where attempts are logged, a file of its
+        own unless given; `fetch`: what brings a snapshot here; `pid`: under which it is known, its own unless given."""
         self.core = RolloutWorkerCore(worker, incarnation, released=worker in config.lent)
         self.state = self.core.initial()
         self.refused = 0
@@ -107,9 +131,11 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._began = began
         self._attempts: dict[tuple[str, int], _Attempt] = {}
-        self._log = AttemptLog(config.attempts_dir, worker, incarnation)
+        self._log: Attempts = attempts or AttemptLog(config.attempts_dir, worker, incarnation)
+        self._fetch = fetch
+        self._pid = os.getpid() if pid is None else pid
         self._facts: asyncio.Queue[tuple[Message, str]] = asyncio.Queue()
-        self._heard = time.monotonic()
+        self._heard = _now_s()
         self._ready: WorkerReady | None = None
         self._probe: asyncio.Task[None] | None = None
         self._process = psutil.Process()
@@ -157,7 +183,7 @@ class RolloutWorker:
 
     async def _read_commands(self, subscription: Subscription) -> None:
         async for delivery in subscription:
-            self._heard = time.monotonic()
+            self._heard = _now_s()
             try:
                 command = decode_on(self._config.job, delivery.subject, delivery.data, *COMMANDS)
             except UndecodableMessage as error:
@@ -167,7 +193,7 @@ class RolloutWorker:
 
     async def _read_requests(self, subscription: Subscription) -> None:
         async for delivery in subscription:
-            self._heard = time.monotonic()
+            self._heard = _now_s()
             try:
                 request: Generate | CancelRequest = decode_on(
                     self._config.job, delivery.subject, delivery.data, Generate, CancelRequest
@@ -191,7 +217,7 @@ class RolloutWorker:
             while True:
                 try:
                     await self._bus.publish_durable(subject, data, msg_id=msg_id)
-                    self._heard = time.monotonic()
+                    self._heard = _now_s()
                     break
                 except BusUnavailable as error:
                     log.warning(f"{msg_id} waits: {error}", action="fact.waits")
@@ -218,7 +244,7 @@ class RolloutWorker:
                 rss_bytes=self._process.memory_info().rss,
             )
             await self._publish(subject_of(self._config.job, beat), beat)
-            silent_ms = (time.monotonic() - self._heard) * 1000
+            silent_ms = (_now_s() - self._heard) * 1000
             if silent_ms > self._config.orphan_ms:
                 raise OrphanedError(f"no sign of the bus for {silent_ms:.0f} ms (timeouts.orphan_ms)")
             if silent_ms > self._config.orphan_ms / 2 and (self._probe is None or self._probe.done()):
@@ -230,7 +256,7 @@ class RolloutWorker:
         """Attempts that wait say that they do."""
         while True:
             await asyncio.sleep(LIVENESS_MS / 1000)
-            now = time.monotonic()
+            now = _now_s()
             for attempt in tuple(self._attempts.values()):
                 if attempt.silent:
                     continue
@@ -285,8 +311,8 @@ class RolloutWorker:
         task.add_done_callback(self._operations.discard)
 
     async def _load(self, command: UpdateWeights) -> Loaded:
-        began = time.monotonic()
-        directory = await asyncio.to_thread(fetch, command.uri, self._config.cache_dir, command.manifest_sha256)
+        began = _now_s()
+        directory = await asyncio.to_thread(self._fetch, command.uri, self._config.cache_dir, command.manifest_sha256)
         await self._engine.pause(self._config.update_pause)
         try:
             await self._engine.load_snapshot(str(directory), command.version)
@@ -304,13 +330,13 @@ class RolloutWorker:
         return taken
 
     async def _release(self, generation: Any) -> MemoryReleased:
-        began = time.monotonic()
+        began = _now_s()
         await self._interrupt_all()
         freed = await self._engine.release()
         return MemoryReleased(generation, freed, _ms_since(began))
 
     async def _restore(self, generation: Any) -> MemoryRestored:
-        began = time.monotonic()
+        began = _now_s()
         self._bare_bytes = self._engine.occupied()
         await self._engine.restore()
         return MemoryRestored(generation, _ms_since(began))
@@ -415,7 +441,7 @@ class RolloutWorker:
             reason=reason,
             cached_tokens=cached,
         )
-        attempt.heard_of = time.monotonic()
+        attempt.heard_of = _now_s()
         if not await self._publish(attempt.request.reply, chunk):
             self.lost_chunks += 1  # its edge sees the gap
 
@@ -447,7 +473,7 @@ class RolloutWorker:
             worker=self._worker,
             incarnation=self._incarnation,
             endpoint=self._engine.endpoint,
-            pid=os.getpid(),
+            pid=self._pid,
             init_ms=_ms_since(self._began),
         )
         self._facts.put_nowait((self._ready, str(message_id(self._ready))))
@@ -459,12 +485,12 @@ class RolloutWorker:
             await self._bus.publish_durable(
                 subject_of(self._config.job, self._ready), encode(self._ready), msg_id=str(message_id(self._ready))
             )
-            self._heard = time.monotonic()
+            self._heard = _now_s()
         except BusError as error:
             log.warning(f"no sign of the bus: {error}", action="bus.silent")
 
     async def _reconnected(self) -> None:
-        self._heard = time.monotonic()
+        self._heard = _now_s()
 
     def _dead_letter(self, delivery: Delivery, reason: str) -> None:
         letter = dead_letter("rollout_worker", delivery.subject, delivery.data, reason)
@@ -496,8 +522,12 @@ async def _close(stream: Any) -> None:
         await close()
 
 
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()
+
+
 def _ms_since(began: float) -> int:
-    return round((time.monotonic() - began) * 1000)
+    return round((_now_s() - began) * 1000)
 
 
 async def run_worker(
@@ -507,7 +537,7 @@ async def run_worker(
 
     `age_s`: how long its process has been starting.
     """
-    began = time.monotonic()
+    began = _now_s()
     config = Config.of(job, node_of(worker))
     engine = make_engine(config.rollout, config.device, config.address, emulation=config.emulation, age_s=age_s)
     await RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began).run(stop)

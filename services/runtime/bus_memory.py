@@ -29,17 +29,17 @@ from services.runtime.clock import Clock, now_ms
 from services.runtime.wildcards import matches
 
 
-class _Pending(msgspec.Struct):
+class Pending(msgspec.Struct):
     """A delivery that is not acknowledged yet."""
 
     due_ms: int  # deliver again from then on
     attempts: int
 
 
-class _ConsumerState:
+class ConsumerState:
     """Position of one durable consumer; shared by all that attach to it."""
 
-    def __init__(self, stream: _Stream, durable: str) -> None:
+    def __init__(self, stream: Stream, durable: str) -> None:
         self.stream = stream
         self.durable = durable
         self.subjects: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ class _ConsumerState:
         self.max_deliver = -1
         self.next_seq = 1
         self.deliveries = 0
-        self.pending: dict[int, _Pending] = {}
+        self.pending: dict[int, Pending] = {}
 
     def take(self, most: int, now: int) -> list[Delivery]:
         """Up to `most` deliveries that are due: redeliveries first, then new messages in order."""
@@ -69,7 +69,7 @@ class _ConsumerState:
             self.next_seq += 1
             if stored is None or not any(matches(pattern, stored.subject) for pattern in self.subjects):
                 continue
-            self.pending[stored.seq] = _Pending(now + self.ack_wait_ms, 1)
+            self.pending[stored.seq] = Pending(now + self.ack_wait_ms, 1)
             found.append(self._delivery(stored, 1))
         return found
 
@@ -83,7 +83,7 @@ class _ConsumerState:
         return min((pending.due_ms for pending in self.pending.values()), default=None)
 
 
-class _Stream:
+class Stream:
     """One stream: messages by sequence, oldest first."""
 
     def __init__(self, spec: StreamSpec) -> None:
@@ -92,7 +92,7 @@ class _Stream:
         self.last_seq = 0
         self.size = 0
         self.seen: dict[str, tuple[int, int]] = {}  # message id -> (sequence, forgotten at ms)
-        self.consumers: dict[str, _ConsumerState] = {}
+        self.consumers: dict[str, ConsumerState] = {}
 
     def store(
         self, subject: str, data: bytes, headers: dict[str, str], now: int, msg_id: str, expected: int | None
@@ -132,7 +132,9 @@ class _Stream:
         return next((stored for stored in reversed(self.messages.values()) if matches(subject, stored.subject)), None)
 
 
-class _Bucket:
+class Bucket:
+    """One bucket: values by key, and when they expire."""
+
     def __init__(self, spec: BucketSpec) -> None:
         self.spec = spec
         self.entries: dict[str, Entry] = {}
@@ -150,8 +152,8 @@ class MemoryBroker:
 
     def __init__(self, clock: Clock = now_ms) -> None:
         self.clock = clock
-        self.streams: dict[str, _Stream] = {}
-        self.buckets: dict[str, _Bucket] = {}
+        self.streams: dict[str, Stream] = {}
+        self.buckets: dict[str, Bucket] = {}
         self.subscriptions: list[MemorySubscription] = []
         self.buses: list[MemoryBus] = []
         self.up = True
@@ -199,17 +201,17 @@ class MemoryBroker:
             taken += 1
         return taken
 
-    def stream_for(self, subject: str) -> _Stream | None:
+    def stream_for(self, subject: str) -> Stream | None:
         return next(
             (s for s in self.streams.values() if any(matches(pattern, subject) for pattern in s.spec.subjects)), None
         )
 
-    def stream(self, name: str) -> _Stream:
+    def stream(self, name: str) -> Stream:
         if name not in self.streams:
             raise BusError(f"stream {name} does not exist: create it with ensure_stream")
         return self.streams[name]
 
-    def bucket(self, name: str) -> _Bucket:
+    def bucket(self, name: str) -> Bucket:
         if name not in self.buckets:
             raise BusError(f"bucket {name} does not exist: create it with ensure_bucket")
         return self.buckets[name]
@@ -266,7 +268,7 @@ class MemorySubscription:
 class MemoryConsumer:
     """A handle on a durable consumer of the in-memory bus."""
 
-    def __init__(self, broker: MemoryBroker, state: _ConsumerState) -> None:
+    def __init__(self, broker: MemoryBroker, state: ConsumerState) -> None:
         self._broker = broker
         self._state = state
         self._arrived = asyncio.Event()
@@ -396,7 +398,7 @@ class MemoryBus:
         max_deliver: int = -1,
     ) -> MemoryConsumer:
         kept = self.broker.stream(stream)
-        state = kept.consumers.setdefault(durable, _ConsumerState(kept, durable))
+        state = kept.consumers.setdefault(durable, ConsumerState(kept, durable))
         state.subjects = tuple(subjects)
         state.ack_wait_ms = int(ack_wait_s * 1000)
         state.max_ack_pending = max_ack_pending
@@ -460,13 +462,13 @@ class MemoryBus:
         if spec.name in self.broker.streams:
             self.broker.streams[spec.name].spec = spec
         else:
-            self.broker.streams[spec.name] = _Stream(spec)
+            self.broker.streams[spec.name] = Stream(spec)
 
     async def ensure_bucket(self, spec: BucketSpec) -> None:
         if spec.name in self.broker.buckets:
             self.broker.buckets[spec.name].spec = spec
         else:
-            self.broker.buckets[spec.name] = _Bucket(spec)
+            self.broker.buckets[spec.name] = Bucket(spec)
 
     def on_reconnect(self, callback: object) -> None:
         self._callbacks.append(cast("Callable[[], Awaitable[None]]", callback))

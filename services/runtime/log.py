@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Callable, Generator
 from typing import Final
 
 import msgspec
@@ -10,6 +12,20 @@ import msgspec
 from services.runtime.clock import Clock, now_ms
 
 LEVELS: Final = ("debug", "info", "warning", "error")
+
+Sink = Callable[[str, str, str, str], None]
+"""Takes a line's actor, level, action and text."""
+_sinks: list[Sink] = []
+
+
+@contextlib.contextmanager
+def diverted(sink: Sink) -> Generator[None]:
+    """Within it, lines of every logger of this process go to `sink` instead of stderr (simulation: one process is many)."""
+    _sinks.append(sink)
+    try:
+        yield
+    finally:
+        _sinks.remove(sink)
 
 
 class Logger:
@@ -45,6 +61,9 @@ class Logger:
         """Write one line. An unknown level counts as "info"."""
         rank = LEVELS.index(level) if level in LEVELS else 1
         if rank < self._least:
+            return
+        if _sinks:
+            _sinks[-1](self._actor, LEVELS[rank], action, text)
             return
         line = {
             "at_ms": self._clock(),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 
+
+@functools.lru_cache(1 << 14)
 def matches(pattern: str, subject: str) -> bool:
     """Whether `subject` (no wildcards) is one that `pattern` names."""
     if pattern == subject or pattern == ">":

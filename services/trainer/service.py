@@ -16,7 +16,6 @@ import asyncio
 import base64
 import contextlib
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -79,6 +78,14 @@ class Group(Protocol):
     async def close(self) -> None: ...
 
 
+class Writes(Protocol):
+    """Where train steps are written for people (`Metrics`)."""
+
+    def write(self, step: StepFinished) -> None: ...
+
+    def close(self) -> None: ...
+
+
 Build = Callable[[BatchReady, Mapping[int, TurnFinished]], Any]
 """From a batch's description and its turns to what `train` takes. Raises UnusableBatchError."""
 
@@ -97,12 +104,23 @@ def _parts(job: JobFile, config: Config) -> tuple[Group, Build]:
 class Trainer:
     """Rank 0 and its command loop."""
 
-    def __init__(self, job: JobFile, bus: Bus) -> None:
+    def __init__(
+        self,
+        job: JobFile,
+        bus: Bus,
+        *,
+        parts: tuple[Group, Build] | None = None,
+        metrics: Writes | None = None,
+        token: Callable[[int], str] = secrets.token_hex,
+    ) -> None:
+        """`parts`, `metrics`: what trains and what writes metrics, those that the job file names unless given; `token`:
+        hexadecimal of so many bytes, new at every call."""
         self._name = job.job.name
         self._config = Config.of(job)
         self._bus = bus
-        self._group, self._build = _parts(job, self._config)
-        self._metrics = Metrics(self._config.metrics, board=self._config.engine == "torch")
+        self._token = token
+        self._group, self._build = parts or _parts(job, self._config)
+        self._metrics: Writes = metrics or Metrics(self._config.metrics, board=self._config.engine == "torch")
         self._announced: WeightsPublished | None = None
         self._released: TrainerReleased | None = None  # the answer to the newest release, while it holds
         self._command: Command | None = None  # the one being obeyed, or next
@@ -152,9 +170,7 @@ class Trainer:
         learner = self._group.learner
         log.info(f"at version {learner.version}", action="trainer.ready", restored=restored, ranks=self._config.ranks)
         await self._announce()
-        await self._publish(
-            TrainerReady(start_id=secrets.token_hex(6), version=learner.version, ranks=self._config.ranks)
-        )
+        await self._publish(TrainerReady(start_id=self._token(6), version=learner.version, ranks=self._config.ranks))
         while True:
             if self._command is None:
                 self._idle.set()
@@ -192,9 +208,9 @@ class Trainer:
             again = msgspec.structs.replace(released, epoch=command.epoch)
             await self._publish(again, fresh=True)
             return
-        begun = time.monotonic()
+        begun = _now_s()
         freed = await self._group.call("release")
-        took_ms = int((time.monotonic() - begun) * 1000)
+        took_ms = int((_now_s() - begun) * 1000)
         self._released = TrainerReleased(epoch=command.epoch, freed_bytes=freed, took_ms=took_ms)
         log.info(f"released {freed} bytes in {took_ms} ms", action="trainer.released", epoch=command.epoch)
         await self._publish(self._released)
@@ -203,7 +219,7 @@ class Trainer:
 
     async def _train(self, command: TrainerResume) -> None:
         number = command.batch
-        begun = time.monotonic()
+        begun = _now_s()
         ready = await self._batch_ready(number)
         if ready is None:
             log.warning(f"no batch.ready/1 of batch {number} in the stream yet", action="trainer.refused")
@@ -215,13 +231,13 @@ class Trainer:
             log.error(str(error), action="trainer.refused")
             return
         await self._take_back(command)
-        read_s = time.monotonic() - begun
+        read_s = _now_s() - begun
         finished: StepFinished = await self._group.call("train", number, batch)
         await self._group.call("checkpoint")
-        checkpoint_s = time.monotonic() - begun - read_s - finished.train_s
+        checkpoint_s = _now_s() - begun - read_s - finished.train_s
         await self._announce()
         log.info(
-            f"trained batch {number}: reward {finished.reward_mean:.3f} in {time.monotonic() - begun:.2f} s",
+            f"trained batch {number}: reward {finished.reward_mean:.3f} in {_now_s() - begun:.2f} s",
             action="train_step",
             read_s=round(read_s, 3),
             train_s=round(finished.train_s, 3),
@@ -230,10 +246,10 @@ class Trainer:
 
     async def _take_back(self, command: TrainerResume) -> None:
         """The device state, if it was given up or this process is new; said each time, since it is waited for."""
-        begun = time.monotonic()
+        begun = _now_s()
         self._released = None
         restored = await self._group.call("acquire")
-        took_ms = int((time.monotonic() - begun) * 1000)
+        took_ms = int((_now_s() - begun) * 1000)
         if restored:
             log.info(f"restored {restored} bytes in {took_ms} ms", action="trainer.resumed", epoch=command.epoch)
         resumed = TrainerResumed(
@@ -290,7 +306,7 @@ class Trainer:
         identity = message_id(message)
         assert identity is not None, "the trainer's facts have ids of their own"
         if fresh:
-            identity = f"{identity}:{secrets.token_hex(4)}"
+            identity = f"{identity}:{self._token(4)}"
         while True:
             try:
                 await self._bus.publish_durable(subject_of(self._name, message), encode(message), msg_id=identity)
@@ -310,5 +326,9 @@ class Trainer:
         )
         with contextlib.suppress(BusError):
             await self._bus.publish_durable(
-                subject_of(self._name, letter), encode(letter), msg_id=f"trainer:{secrets.token_hex(8)}"
+                subject_of(self._name, letter), encode(letter), msg_id=f"trainer:{self._token(8)}"
             )
+
+
+def _now_s() -> float:
+    return asyncio.get_running_loop().time()

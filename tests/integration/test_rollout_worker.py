@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -57,7 +56,7 @@ class World:
         config = Config.of(self.job, "n1")
         engine = make_engine(config.rollout, "cpu")
         self.worker = RolloutWorker(
-            config, self.broker.connect(), engine, WORKER, Incarnation(1), began=time.monotonic()
+            config, self.broker.connect(), engine, WORKER, Incarnation(1), began=asyncio.get_running_loop().time()
         )
         self.chunks = await self.bus.subscribe(EDGE)
         self.task = asyncio.create_task(self.worker.run(self.stop))
