@@ -281,6 +281,7 @@ class Cluster:
         self._overlap = frozenset(slot.worker for slot in rollout_slots(job) if slot.zone is Zone.OVERLAP)
         self._feed = self.network.connect(Process("preemption_feed"))
         self._tokens = 0
+        self._twins: list[Actor] = []  # older instances of services
         with self._inside():
             for node in job.nodes:
                 self.machines[node.name] = Machine(self.loop, node.name, self._launch, self._process_ended)
@@ -338,8 +339,8 @@ class Cluster:
         with self._inside():
             for actor in self.actors.values():
                 actor.wanted = False
-            for name in list(self.actors):
-                self._end(self.actors[name], None)
+            for actor in (*self.actors.values(), *self._twins):
+                self._end(actor, None)
             for machine in self.machines.values():
                 machine.power_off(files=True)
         self.loop.close()
@@ -463,6 +464,7 @@ class Cluster:
         task.add_done_callback(lambda done: self._actor_over(actor, process, done), context=self.loop.world)
 
     def _actor_over(self, actor: Actor, process: Process, task: asyncio.Task[None]) -> None:
+        actor = self._of_process.get(process, actor)  # it may have become somebody's twin
         if actor.process is not process:
             return
         error = None if task.cancelled() else task.exception()
@@ -520,7 +522,8 @@ class Cluster:
             actor = self._of_process.get(process)
             if actor is not None:
                 self._end(actor, None)
-                self.loop.at(self.loop.now_s + RESTART_MS / 1000, lambda: self.start(actor.name))
+                if actor.wanted:
+                    self.loop.at(self.loop.now_s + RESTART_MS / 1000, lambda: self.start(actor.name))
                 return
             for machine in self.machines.values():
                 for started in machine.living:
@@ -543,6 +546,19 @@ class Cluster:
             return
         self.loop.freeze(process)
         self.loop.at(self.loop.now_s + ms / 1000, lambda: self.loop.thaw(process))
+
+    def twin(self, name: str) -> None:
+        """A second instance of a service starts: one of the two must end."""
+        actor = self.actors[name]
+        old = actor.process
+        if old is None:
+            return
+        actor.process = None
+        second = Actor(name, actor.main)
+        second.process, second.wanted, second.life = old, False, actor.life
+        self._of_process[old] = second
+        self._twins.append(second)
+        self.start(name)
 
     def cut(self, name: str, ms: float) -> None:
         """The process cannot reach the broker for `ms`; what it says is lost."""

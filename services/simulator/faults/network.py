@@ -35,7 +35,7 @@ from services.runtime.bus import (
     StreamSpec,
     WrongLastSequence,
 )
-from services.runtime.bus_memory import Bucket, ConsumerState, Stream
+from services.runtime.bus_memory import Bucket, ConsumerState, Pending, Stream
 from services.runtime.wildcards import matches
 from services.simulator.faults.loop import Process, VirtualLoop
 from services.simulator.faults.record import Arrived, Assigned, Seen, Sent, Stored, TableWritten
@@ -147,6 +147,22 @@ class Network:
         """Stored events of a kind, in order."""
         found = [self.decoded(each.data) for each in self._stream_of["ev"].messages.values()]
         return [message for message in found if isinstance(message, kind)]
+
+    def redeliver(self, durable: str, count: int) -> None:
+        """The broker has forgotten that these were acknowledged: the last `count` that the consumer took come again."""
+        for kept in self._streams.values():
+            state = kept.consumers.get(durable)
+            if state is None:
+                continue
+            taken = [
+                seq
+                for seq, stored in kept.messages.items()
+                if seq < state.next_seq and any(matches(pattern, stored.subject) for pattern in state.subjects)
+            ]
+            for seq in taken[-count:]:
+                state.pending.setdefault(seq, Pending(self.clock(), 1))
+            for each in self.waiting(kept.spec.name):
+                each.arrived.set()
 
     def waiting(self, stream: str) -> list[NetConsumer]:
         return self._waiting.setdefault(stream, [])
