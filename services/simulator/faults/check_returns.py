@@ -11,6 +11,7 @@ from messages.ids import Activity, Residency, WorkerId, Zone
 from pearl_state.model import RoleTable
 from services.simulator.faults.history import History, Process, Promise
 from services.simulator.faults.record import (
+    FaultsStopped,
     MemoryHeld,
     ProcessBegan,
     ProcessEnded,
@@ -137,7 +138,7 @@ class Liveness(Promise):
     """Once faults stop, the cluster reaches its newest target within a bounded time, and all work is finished."""
 
     name = "liveness"
-    kinds = (Stored, TableWritten, RunEnded)
+    kinds = (Stored, TableWritten, FaultsStopped, RunEnded)
 
     def __init__(self, history: History) -> None:
         super().__init__(history)
@@ -148,15 +149,12 @@ class Liveness(Promise):
         self._since: int | None = None
         self._decision = ""
         self._told = False
-        self._ended = False
 
     def see(self, seen: Seen) -> Iterator[str]:
         stopped = self.history.faults_stopped_ms
-        if isinstance(seen, RunEnded):
-            self._ended = True
-            if not seen.finished:
-                after = "" if stopped is None else f", {seen.at_ms - stopped} ms after the last fault"
-                yield f"the run ended with work unfinished{after}: {self._where()}"
+        if isinstance(seen, RunEnded) and not seen.finished:
+            after = "" if stopped is None else f", {seen.at_ms - stopped} ms after the last fault"
+            yield f"the run ended with work unfinished{after}: {self._where()}"
         if stopped is None or self._told:
             return
         decision = "" if self.history.target is None else self.history.target.decision_id

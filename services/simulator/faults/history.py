@@ -42,6 +42,9 @@ Process = tuple[WorkerId, int]
 SETTLING_MS = 1_500
 """After an actor is back it needs so long to restore, to read what it missed and to act on it."""
 
+CUTTING_OFF = frozenset({"crash", "freeze", "cut", "broker_down", "power_off", "loss", "slow_network", "deafen"})
+"""Faults that keep an actor from acting, or its word from arriving; what workers do is none of them."""
+
 
 class Outage:
     """A span in which an actor was down, frozen or cut off. `end_ms` None: it still is."""
@@ -107,7 +110,7 @@ class History:
                 self._close(actor, seen.at_ms)
             case ActorEnded(actor=actor):
                 self._open(actor, seen.at_ms)
-            case FaultBegan():
+            case FaultBegan() if seen.kind in CUTTING_OFF:
                 self._faults[seen.number] = (seen.target, self._open(seen.target, seen.at_ms))
             case FaultEnded(number=number):
                 found = self._faults.pop(number, None)
