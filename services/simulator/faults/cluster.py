@@ -30,7 +30,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -487,7 +487,7 @@ class Cluster:
 
     def _blame(self, name: str, error: BaseException | None) -> None:
         if isinstance(error, BaseExceptionGroup):
-            for each in error.exceptions:
+            for each in cast("BaseExceptionGroup[BaseException]", error).exceptions:
                 self._blame(name, each)
         elif error is not None and not isinstance(error, FORGIVEN):
             where = error.__traceback__
@@ -734,9 +734,7 @@ class Cluster:
         node = actor.name.removeprefix("node_agent-")
         config = NodeConfig.of(self.job, node, "sim.toml")
         files = Files(self.machines[node], process)
-        shell = NodeAgent(
-            config, bus, self.job.job.name, lambda *_: ("sim",), self.network.clock, pids=files, host="simulated"
-        )
+        shell = NodeAgent(config, bus, self.job.job.name, _no_command, self.network.clock, pids=files, host="simulated")
         actor.shell = shell
         await shell.run(asyncio.Event())
 
@@ -829,3 +827,8 @@ class Cluster:
         self.see(
             Generated(self.now_ms, engine.worker, engine.incarnation, spec.request, spec.attempt, start, count, version)
         )
+
+
+def _no_command(config: NodeConfig, service: str, worker: str, incarnation: Incarnation) -> tuple[str, ...]:
+    """A simulated process has no command line."""
+    return (service, worker)

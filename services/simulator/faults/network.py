@@ -44,6 +44,8 @@ WAY_MS: Final = (1.0, 6.0)
 """Shortest and longest way between a process and the broker."""
 AWAY_S: Final = 0.6
 """How long a call waits before its caller is told that the bus is away."""
+COPY_S: Final = 2.0
+"""A copy of a message comes at most so long after it; mostly soon."""
 READ_PAGE: Final = 64
 """Messages of a stream that come together."""
 
@@ -235,14 +237,15 @@ class Network:
             return
         if self.loss and sender is not None and self.rng.random() < self.loss:
             return
-        copies = 2 if self.duplicate and self.rng.random() < self.duplicate else 1
         name = "" if sender is None else sender.name
-        for _ in range(copies):
-            at_s = self.loop.now_s + self.way_s() + self.way_s()
-            if not (self.reorder and self.rng.random() < self.reorder):
-                at_s = max(at_s, subscription.newest_s.get(name, 0.0))
-                subscription.newest_s[name] = at_s
-            self.loop.at(at_s, lambda: self._arrive(subscription, delivery))
+        at_s = self.loop.now_s + self.way_s() + self.way_s()
+        if not (self.reorder and self.rng.random() < self.reorder):
+            at_s = max(at_s, subscription.newest_s.get(name, 0.0))
+            subscription.newest_s[name] = at_s
+        self.loop.at(at_s, lambda: self._arrive(subscription, delivery))
+        if self.duplicate and self.rng.random() < self.duplicate:
+            late_s = at_s + COPY_S * self.rng.random() ** 3
+            self.loop.at(late_s, lambda: self._arrive(subscription, delivery))
 
     def _arrive(self, subscription: NetSubscription, delivery: Delivery) -> None:
         process = subscription.process

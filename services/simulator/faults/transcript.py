@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import cast
 
 import msgspec
 
@@ -149,5 +150,5 @@ def _value(value: object) -> str:
     if isinstance(value, msgspec.Struct):
         return "(" + _fields(value) + ")"
     if isinstance(value, tuple | list):
-        return "[" + ", ".join(_value(each) for each in value) + "]"  # pyright: ignore[reportUnknownVariableType]
+        return "[" + ", ".join(_value(each) for each in cast("tuple[object, ...]", value)) + "]"
     return f"{value:g}" if isinstance(value, float) else str(value)
