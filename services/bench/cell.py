@@ -135,7 +135,9 @@ async def cell(job: JobFile) -> AsyncGenerator[Cell]:
         ]
         config = WorkerConfig.of(job, "n")
         engine = make_engine(config.rollout, config.device)
-        worker = RolloutWorker(config, buses[0], engine, WORKER, Incarnation(1), began=asyncio.get_running_loop().time())
+        worker = RolloutWorker(
+            config, buses[0], engine, WORKER, Incarnation(1), began=asyncio.get_running_loop().time()
+        )
         router = Router(RouterConfig.of(job), buses[1], job.job.name)
         router.on_table(serving_table(job))
         edge = RequestEdge(buses[2], job.job.name, "bench", silence_ms=job.agent.silence_ms)

@@ -79,6 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", required=True, help="JSON file")
     _json(plan)
 
+    simulate = command("simulate", "simulate", "the production code on a virtual clock")
+    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
+    _simulate_faults(simulations)
+
     bench = command("bench", "bench", "benchmarks on this machine")
     bench.add_argument(
         "name",
@@ -114,6 +118,24 @@ def build_parser() -> argparse.ArgumentParser:
     completion = command("completion", "completion", "a shell's completion script: source it in the shell's start file")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
+
+
+def _simulate_faults(simulations: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    text = "every service under seeded faults, watched by checkers (docs/fault-simulation.md)"
+    faults = simulations.add_parser("faults", help=text, description=text)
+    faults.add_argument("--seeds", type=_positive, default=None, help="how many seeds (default: 200)")
+    faults.add_argument(
+        "--start", type=_seed, default=0, metavar="SEED", help="the first, or the only one (default: 0)"
+    )
+    faults.add_argument("--jobs", type=_positive, default=0, help="processes (default: one a core)")
+    faults.add_argument("--plan", metavar="FILE", default=None, help="run this fault plan instead of a seed's")
+    faults.add_argument(
+        "--until", type=_positive, metavar="EVENT", default=None, help="stop after so many events, and show"
+    )
+    faults.add_argument("--transcript", action="store_true", help="print the whole run in words")
+    faults.add_argument("--tokens", action="store_true", help="in the transcript, requests and tokens too")
+    faults.add_argument("--print-plan", action="store_true", help="print the seed's fault plan (JSON), and run nothing")
+    _json(faults)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:

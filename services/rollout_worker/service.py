@@ -65,6 +65,8 @@ MOST_FACTS_WAITING: Final = 1024
 """Beyond it dead letters are only logged."""
 LONGEST_ID: Final = 512
 """Characters of a request's id; it holds a trajectory's, an edge's and some numbers."""
+MOST_ENDED: Final = 4096
+"""Attempts that are remembered after their end; copies of a message come within seconds of each other."""
 INTERRUPT_ROUND_S: Final = 0.05
 """A request that was let in as the drain began reaches the engine after the abort; so the abort is repeated."""
 
@@ -131,6 +133,7 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._began = began
         self._attempts: dict[tuple[str, int], _Attempt] = {}
+        self._ended: dict[tuple[str, int], None] = {}  # the last ones, oldest first
         self._log: Attempts = attempts or AttemptLog(config.attempts_dir, worker, incarnation)
         self._fetch = fetch
         self._pid = os.getpid() if pid is None else pid
@@ -365,11 +368,19 @@ class RolloutWorker:
             self.refused += 1
             await self._chunk(attempt, [], [], finish="refused", reason=refusal)
             return
+        if key in self._ended:
+            return  # the network brought it twice: what it made is with its edge
         assert self._tasks is not None
         self._attempts[key] = attempt
         attempt.task = self._tasks.create_task(self._run_attempt(attempt), name=f"attempt-{request.request}")
         # Not in the task itself: one that is cancelled before it begins never runs.
         attempt.task.add_done_callback(lambda _: self._attempts.pop(key))
+
+    def _remember(self, request: Generate) -> None:
+        """An attempt that made tokens has ended; a copy of its request that is still on its way must not run."""
+        self._ended[request.request, request.attempt] = None
+        if len(self._ended) > MOST_ENDED:
+            del self._ended[next(iter(self._ended))]
 
     async def _run_attempt(self, attempt: _Attempt) -> None:
         request = attempt.request
@@ -415,6 +426,7 @@ class RolloutWorker:
         finally:
             await _close(stream)
             if begun:
+                self._remember(request)
                 self._log_attempt(attempt, start, finish)
 
     async def _chunk(

@@ -164,6 +164,16 @@ async def test_a_reply_streams_and_is_logged(world: World):
     assert (end.finish, end.start_offset, end.generated) == ("length", 0, 8)
 
 
+async def test_a_request_that_the_network_brings_twice_runs_once(world: World):
+    await world.serve()
+    await world.say(world.request(max_new_tokens=3))
+    first = await world.reply()
+    await world.say(world.request(max_new_tokens=3))
+    await world.say(world.request("t/1", max_new_tokens=3))
+    other = await world.reply()
+    assert {chunk.request for chunk in first} == {"t/0"} and {chunk.request for chunk in other} == {"t/1"}
+
+
 async def test_a_short_reply_is_one_chunk(world: World):
     await world.serve()
     await world.say(world.request(max_new_tokens=3))

@@ -30,7 +30,7 @@ import asyncio
 import random
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import msgspec
 
@@ -227,7 +227,7 @@ class WishCore:
             return state, ()
         borrow = wish.borrow and bool(budget.overlap)
         usable = (*budget.dedicated, *(budget.overlap if borrow else ()))
-        disaggregated = 0 < wish.prefill and 0 < wish.decode and wish.prefill + wish.decode <= len(usable)
+        disaggregated = wish.prefill > 0 and wish.decode > 0 and wish.prefill + wish.decode <= len(usable)
         prefill = wish.prefill if disaggregated else 0
         colocated = 0 if disaggregated else len(usable)
         state = msgspec.structs.replace(state, decisions=state.decisions + 1)
@@ -271,6 +271,7 @@ class Cluster:
         self.loop.raised_in_threads = (SnapshotError, UnusableBatchError)
         self.network = Network(self.loop, job.job.name, random.Random(f"network/{seed}"), self.see)
         self.network.on_doom = self._doomed
+        self.network.lives = lambda process: self._of_process[process].life
         self.engines: dict[str, Engine] = {}
         self.disk = Disk()
         self.machines: dict[str, Machine] = {}
@@ -298,13 +299,13 @@ class Cluster:
     @contextmanager
     def _inside(self) -> Generator[None]:
         """The loop runs, and loggers write here."""
-        before = asyncio._get_running_loop()  # noqa: SLF001  # pyright: ignore[reportPrivateUsage] - its public form raises
-        asyncio._set_running_loop(self.loop)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        before = asyncio._get_running_loop()  # pyright: ignore[reportPrivateUsage] - its public form raises
+        asyncio._set_running_loop(self.loop)  # pyright: ignore[reportPrivateUsage]
         try:
             with diverted(self._log):
                 yield
         finally:
-            asyncio._set_running_loop(before)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            asyncio._set_running_loop(before)  # pyright: ignore[reportPrivateUsage]
 
     def run(self, ms: float) -> None:
         """Let so much time pass."""
@@ -486,13 +487,15 @@ class Cluster:
 
     def _blame(self, name: str, error: BaseException | None) -> None:
         if isinstance(error, BaseExceptionGroup):
-            for each in error.exceptions:
+            for each in cast("BaseExceptionGroup[BaseException]", error).exceptions:
                 self._blame(name, each)
         elif error is not None and not isinstance(error, FORGIVEN):
             where = error.__traceback__
             while where is not None and where.tb_next is not None:
                 where = where.tb_next
-            line = "" if where is None else f" ({where.tb_frame.f_code.co_filename.rpartition('/')[2]}:{where.tb_lineno})"
+            line = (
+                "" if where is None else f" ({where.tb_frame.f_code.co_filename.rpartition('/')[2]}:{where.tb_lineno})"
+            )
             self.problems.append(f"{self.now_ms} {name}: {type(error).__name__}: {error}{line}")
 
     def crash(self, name: str, down_ms: float = RESTART_MS) -> None:
@@ -721,9 +724,7 @@ class Cluster:
                 if count > 0:
                     version = getattr(event, "version", 0)
                     cluster.see(
-                        Received(
-                            cluster.now_ms, actor.name, life, self.spec.request, attempt, before, count, version
-                        )
+                        Received(cluster.now_ms, actor.name, life, self.spec.request, attempt, before, count, version)
                     )
                 return effects
 
@@ -733,9 +734,7 @@ class Cluster:
         node = actor.name.removeprefix("node_agent-")
         config = NodeConfig.of(self.job, node, "sim.toml")
         files = Files(self.machines[node], process)
-        shell = NodeAgent(
-            config, bus, self.job.job.name, lambda *_: ("sim",), self.network.clock, pids=files, host="simulated"
-        )
+        shell = NodeAgent(config, bus, self.job.job.name, _no_command, self.network.clock, pids=files, host="simulated")
         actor.shell = shell
         await shell.run(asyncio.Event())
 
@@ -801,9 +800,7 @@ class Cluster:
         node = engine.worker.rpartition("-")[0]
         self._held(node, engine.worker, engine.incarnation, engine.gpus, held)
 
-    def _held(
-        self, node: str, worker: WorkerId, incarnation: Incarnation, gpus: tuple[int, ...], held: bool
-    ) -> None:
+    def _held(self, node: str, worker: WorkerId, incarnation: Incarnation, gpus: tuple[int, ...], held: bool) -> None:
         self.see(MemoryHeld(self.now_ms, node, worker, incarnation, gpus, held))
 
     def began(self, engine: Engine, spec: GenerateSpec) -> None:
@@ -828,7 +825,10 @@ class Cluster:
     def generated(self, engine: Engine, spec: GenerateSpec, start: int, count: int) -> None:
         version = int(engine.version)
         self.see(
-            Generated(
-                self.now_ms, engine.worker, engine.incarnation, spec.request, spec.attempt, start, count, version
-            )
+            Generated(self.now_ms, engine.worker, engine.incarnation, spec.request, spec.attempt, start, count, version)
         )
+
+
+def _no_command(config: NodeConfig, service: str, worker: str, incarnation: Incarnation) -> tuple[str, ...]:
+    """A simulated process has no command line."""
+    return (service, worker)

@@ -31,7 +31,7 @@ TOOK_S: Final = {
 """Shortest and longest time of each operation."""
 PREFILL_S: Final = 0.002
 """Of each context token."""
-TOKEN_S: Final = 0.02
+TOKEN_S: Final = 0.03
 """Between two tokens of a reply, and as much more for each quarter of its slots that is taken."""
 CHUNK: Final = 4
 """Tokens that are handed out together."""

@@ -161,6 +161,8 @@ class Injector:
             receiver = f"node/{target.removeprefix('node_agent-')}"
         found = [seen.message for seen in cluster.record if isinstance(seen, Arrived) and seen.receiver == receiver]
         for message in found[-count:]:
-            subject = subject_of(cluster.job.job.name, message) if hasattr(message, "worker") or target == "trainer" else ""
+            subject = (
+                subject_of(cluster.job.job.name, message) if hasattr(message, "worker") or target == "trainer" else ""
+            )
             if subject:
                 cluster.network.route(None, subject, encode(message), "", {})

@@ -48,7 +48,6 @@ class Process:
         return f"Process({self.name})"
 
 
-
 class Call:
     """A callback that is due now or later; what asyncio calls a handle."""
 
@@ -89,7 +88,6 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def time(self) -> float:
         return self.now_s
-
 
     def get_debug(self) -> bool:
         return False

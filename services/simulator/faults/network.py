@@ -17,13 +17,13 @@ import asyncio
 import random
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import Any, Final, cast
+from typing import Final, cast
 
 from messages.agent import Assignment
-from messages.envelope import Message, UndecodableMessage, decode, kind_of, registry
+from messages.envelope import Message, decode, kind_of, registry
 from messages.rollout_worker import Generate
 from messages.router import AssignRequest
-from messages.subjects import ROUTES, roles_bucket, roles_feed
+from messages.subjects import lease_bucket, roles_bucket, roles_feed
 from pearl_state.codec import decode_table
 from services.durable import durable_state
 from services.runtime.bus import (
@@ -44,6 +44,8 @@ WAY_MS: Final = (1.0, 6.0)
 """Shortest and longest way between a process and the broker."""
 AWAY_S: Final = 0.6
 """How long a call waits before its caller is told that the bus is away."""
+COPY_S: Final = 2.0
+"""A copy of a message comes at most so long after it; mostly soon."""
 READ_PAGE: Final = 64
 """Messages of a stream that come together."""
 
@@ -66,6 +68,9 @@ class Network:
         self.generates: dict[tuple[str, str, int], Generate] = {}  # by worker, request, attempt: the last that arrived
         self.epochs: dict[str, int] = {}  # of the replica of each router, kept by the cluster
         self.on_doom: Callable[[Process], None] = lambda process: None
+        self.lives: Callable[[Process], int] = lambda process: 1
+        self._leaseholder: Process | None = None
+        self._tenures: dict[Process, int] = {}  # how often each took the lease from another
         self._streams: dict[str, Stream] = {}
         self._stream_of: dict[str, Stream] = {}  # by family
         self._buckets: dict[str, Bucket] = {}
@@ -186,8 +191,12 @@ class Network:
         kept.expires_ms.pop(key, None)
         if ttl_s is not None:
             kept.expires_ms[key] = now + ttl_s * 1000
+        if bucket == lease_bucket(self.job) and sender is not self._leaseholder:
+            self._leaseholder = sender
+            self._tenures[sender] = self._tenures.get(sender, 0) + 1
         if bucket == roles_bucket(self.job):
-            self.seen(TableWritten(now, sender.name, decode_table(data, self.job)))
+            writer = f"{sender.name}/{self.lives(sender)}.{self._tenures.get(sender, 0)}"
+            self.seen(TableWritten(now, writer, decode_table(data, self.job)))
             headers = {"Nats-Subject": f"$KV.{bucket}.{key}", "Nats-Sequence": str(kept.revision)}
             self.route(None, roles_feed(self.job), data, "", headers)
         return kept.revision
@@ -228,14 +237,15 @@ class Network:
             return
         if self.loss and sender is not None and self.rng.random() < self.loss:
             return
-        copies = 2 if self.duplicate and self.rng.random() < self.duplicate else 1
         name = "" if sender is None else sender.name
-        for _ in range(copies):
-            at_s = self.loop.now_s + self.way_s() + self.way_s()
-            if not (self.reorder and self.rng.random() < self.reorder):
-                at_s = max(at_s, subscription.newest_s.get(name, 0.0))
-                subscription.newest_s[name] = at_s
-            self.loop.at(at_s, lambda: self._arrive(subscription, delivery))
+        at_s = self.loop.now_s + self.way_s() + self.way_s()
+        if not (self.reorder and self.rng.random() < self.reorder):
+            at_s = max(at_s, subscription.newest_s.get(name, 0.0))
+            subscription.newest_s[name] = at_s
+        self.loop.at(at_s, lambda: self._arrive(subscription, delivery))
+        if self.duplicate and self.rng.random() < self.duplicate:
+            late_s = at_s + COPY_S * self.rng.random() ** 3
+            self.loop.at(late_s, lambda: self._arrive(subscription, delivery))
 
     def _arrive(self, subscription: NetSubscription, delivery: Delivery) -> None:
         process = subscription.process

@@ -58,7 +58,18 @@ TARGETS: Final = {
     "torn": "worker", "stale": "worker", "old_commands": "process", "twin": "service",
 }  # fmt: skip
 """What the target of each kind names; the others have none."""
-OPERATIONS: Final = ("start", "load", "role", "release", "restore", "drain", "acquire", "train", "snapshot", "checkpoint")
+OPERATIONS: Final = (
+    "start",
+    "load",
+    "role",
+    "release",
+    "restore",
+    "drain",
+    "acquire",
+    "train",
+    "snapshot",
+    "checkpoint",
+)
 FAULTS_MS: Final = 7_000
 """A drawn plan's faults begin within this time, and end within twice this time."""
 LONGEST_MS: Final = 600_000
@@ -115,7 +126,9 @@ def load(path: str) -> Plan:
     try:
         plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error}); give the path of a fault plan (docs/fault-simulation.md)") from error
+        raise ConfigError(
+            f"{path}: cannot be read ({error}); give the path of a fault plan (docs/fault-simulation.md)"
+        ) from error
     except msgspec.MsgspecError as error:
         raise ConfigError(f"{path}: not a fault plan: {error}; the format is in docs/fault-simulation.md") from error
     problem = problem_of(plan)
@@ -127,7 +140,12 @@ def load(path: str) -> Plan:
 def problem_of(plan: Plan) -> str:
     """What is wrong with a well-typed plan, or ""."""
     shape = plan.shape
-    if shape.reserved < 0 or shape.training < 1 or min(shape.spot, default=0) < 0 or shape.reserved + sum(shape.spot) < 1:
+    if (
+        shape.reserved < 0
+        or shape.training < 1
+        or min(shape.spot, default=0) < 0
+        or shape.reserved + sum(shape.spot) < 1
+    ):
         return "shape: reserved and spot count GPUs (some of them), training at least 1"
     if min(shape.steps, shape.batch, shape.group) < 1 or shape.staleness < 0 or shape.batch % shape.group:
         return "shape: steps, batch and group are at least 1, staleness at least 0, and batch is a multiple of group"
@@ -280,7 +298,9 @@ def _fault(rng: random.Random, shape: Shape, at_ms: int) -> Fault:
     target = rng.choice(known) if known else ""
     if kind in ("crash", "crash_at_call", "freeze", "cut") and rng.random() < 0.5:
         # Half of them hit what carries changes out.
-        target = rng.choice((*ORCHESTRATORS, "cluster_rebuilder", "toggle_manager", "elastic_scheduler", "decision_engine"))
+        target = rng.choice(
+            (*ORCHESTRATORS, "cluster_rebuilder", "toggle_manager", "elastic_scheduler", "decision_engine")
+        )
     for_ms = rng.choice((50, 300, 1_000, 2_500, 4_000))
     match kind:
         case "crash":
@@ -300,7 +320,9 @@ def _fault(rng: random.Random, shape: Shape, at_ms: int) -> Fault:
         case "broken_start":
             return Fault(at_ms, kind, target, amount=rng.choice((1, 1, 2, 4)))
         case "stuck":
-            operation = rng.choice(("acquire", "release", "train", "snapshot", "checkpoint") if target == "trainer" else OPERATIONS[:6])
+            operation = rng.choice(
+                ("acquire", "release", "train", "snapshot", "checkpoint") if target == "trainer" else OPERATIONS[:6]
+            )
             if target not in names["worker"] and target != "trainer":
                 target = rng.choice(names["worker"])
             return Fault(at_ms, kind, target, rng.choice((500, 2_000, 5_000)), detail=operation)

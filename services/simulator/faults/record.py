@@ -14,7 +14,8 @@ from pearl_state.model import RoleTable
 
 
 class TableWritten(msgspec.Struct, frozen=True, tag=True):
-    """The role table's bucket took a write. `writer`: which orchestrator (there may be two)."""
+    """The role table's bucket took a write. `writer`: which orchestrator (there may be two), its life and its tenure of the lease:
+    "orchestrator-a/2.1"; one that lost the lease and took it again has another name."""
 
     at_ms: int
     writer: str

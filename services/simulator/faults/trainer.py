@@ -63,9 +63,7 @@ def build(ready: BatchReady, records: Mapping[int, TurnFinished]) -> Batch:
 class Group:
     """The surface of `ranks.Group`. `stuck`: operations that do not end while they are in it; `slow`: how many times longer they take."""
 
-    def __init__(
-        self, disk: Disk, took_s: Callable[[float, float], float], memory: Callable[[bool], None]
-    ) -> None:
+    def __init__(self, disk: Disk, took_s: Callable[[float, float], float], memory: Callable[[bool], None]) -> None:
         self.learner = Learner()
         self.stuck: set[str] = set()
         self.slow = 1.0

@@ -15,7 +15,7 @@ from services.environments.base import StepResult
 VOCABULARY: Final = 1000
 EOS: Final = 0
 MOST_TURNS: Final = 3
-REPLY_TOKENS: Final = (4, 16)
+REPLY_TOKENS: Final = (4, 20)
 """Shortest and longest reply, its end included."""
 STEP_S: Final = (0.005, 0.15)
 """Shortest and longest step of the environment."""
