@@ -39,6 +39,7 @@ from services.simulator.faults.record import (
     Seen,
     Sent,
     Stored,
+    TableSeen,
     TableWritten,
     Violation,
 )
@@ -202,6 +203,10 @@ BREAKS: dict[str, list[tuple[str, Edit]]] = {
                 table, writer=msgspec.structs.replace(table.writer, plans=-1)), LAST)),
         ("an incarnation falls", tables(rows("r0-w0", incarnation=0), LAST)),
         ("the policy version falls", tables(lambda table: msgspec.structs.replace(table, policy_version=0), LAST)),
+    ],
+    "11.1 watchers only go forward": [
+        ("one goes back", change(TableSeen, 6, epoch=3)),
+        ("one believes in a table that never was", change(TableSeen, -1, epoch=999)),
     ],
     "11.2 one phase per GPU": [
         ("the worker takes memory before the trainer let go", without(MemoryHeld, 4)),

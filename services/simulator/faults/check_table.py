@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from messages.ids import Activity, Residency, Role, Stage, Zone
 from pearl_state.model import PlanRecord, RoleTable, Row
-from services.simulator.faults.history import Process, Promise
-from services.simulator.faults.record import MemoryHeld, ProcessBegan, Seen, TableWritten
+from services.simulator.faults.history import History, Process, Promise
+from services.simulator.faults.record import MemoryHeld, ProcessBegan, Seen, TableSeen, TableWritten
 
 
 class SingleWriter(Promise):
@@ -43,6 +43,27 @@ class SingleWriter(Promise):
                 yield f"epoch {new.epoch}: slot {worker} is gone, or has other GPUs or another zone"
             elif now.incarnation < row.incarnation or now.role_generation < row.role_generation:
                 yield f"epoch {new.epoch}: incarnation or generation of {worker} falls"
+
+
+class NoStepBack(Promise):
+    """No watcher ever goes by an older table than it did, nor by one that was never written."""
+
+    name = "11.1 watchers only go forward"
+    kinds = (TableSeen,)
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._epochs: dict[tuple[str, int], int] = {}
+
+    def see(self, seen: Seen) -> Iterator[str]:
+        assert isinstance(seen, TableSeen)
+        key = (seen.actor, seen.life)
+        before = self._epochs.get(key, seen.epoch)
+        if seen.epoch < before:
+            yield f"{seen.actor} goes back from epoch {before} to {seen.epoch}"
+        if seen.epoch not in self.history.tables:
+            yield f"{seen.actor} goes by epoch {seen.epoch}, which was never written"
+        self._epochs[key] = seen.epoch
 
 
 class OnePhase(Promise):
