@@ -63,6 +63,7 @@ from services.simulator.faults.record import (
     Seen,
     Sent,
     Stored,
+    TableSeen,
     TableWritten,
 )
 
@@ -141,6 +142,7 @@ class Story:
         rows = tuple(msgspec.structs.replace(r, **(changes or {}).get(r.worker, {})) for r in self.table.rows)
         self.table = msgspec.structs.replace(self.table, epoch=self.table.epoch + 1, rows=rows, **fields)
         self.see(TableWritten, writer="orchestrator", table=self.table)
+        self.see(TableSeen, actor="router-0", life=1, epoch=self.table.epoch)
 
     def writer(self, **fields: Any) -> Any:
         """The table's `writer` with these fields."""

@@ -39,6 +39,7 @@ from services.simulator.faults.record import (
     Seen,
     Sent,
     Stored,
+    TableSeen,
     TableWritten,
     Violation,
 )
@@ -194,10 +195,18 @@ BREAKS: dict[str, list[tuple[str, Edit]]] = {
     "11.1 single writer": [
         ("an epoch is written twice", again(TableWritten, 3)),
         ("an epoch falls", change(TableWritten, 4, table=RoleTable(job="story", epoch=1, rows=()))),  # type: ignore[arg-type]
-        ("a deposed orchestrator writes on", both(
-            change(TableWritten, 5, writer="other"), change(TableWritten, 6, writer="orchestrator"))),
+        ("a second orchestrator writes on what it knew", both(
+            change(TableWritten, 5, writer="other"), again(TableWritten, 4))),
+        ("an epoch is lost", without(TableWritten, 5)),
+        ("an input is forgotten", tables(
+            lambda table: msgspec.structs.replace(
+                table, writer=msgspec.structs.replace(table.writer, plans=-1)), LAST)),
         ("an incarnation falls", tables(rows("r0-w0", incarnation=0), LAST)),
         ("the policy version falls", tables(lambda table: msgspec.structs.replace(table, policy_version=0), LAST)),
+    ],
+    "11.1 watchers only go forward": [
+        ("one goes back", change(TableSeen, 6, epoch=3)),
+        ("one believes in a table that never was", change(TableSeen, -1, epoch=999)),
     ],
     "11.2 one phase per GPU": [
         ("the worker takes memory before the trainer let go", without(MemoryHeld, 4)),
@@ -276,6 +285,7 @@ BREAKS: dict[str, list[tuple[str, Edit]]] = {
     ],
     "11.5 staleness bound": [
         ("a token of a later version", change(TurnFinished, 0, spans=(VersionSpan(PolicyVersion(1), 0, 6),))),
+        ("a task admitted too early", change(RolloutTask, 0, batch=2, min_version=PolicyVersion(1))),
         ("a task that asks for less", change(RolloutTask, 0, min_version=-1)),
         ("tokens of no published version", change(Received, 0, version=7)),
         ("tokens whose version nobody knows", change(TurnFinished, 0, spans=(VersionSpan(PolicyVersion(0), 0, 3),))),
@@ -402,7 +412,7 @@ def test_time_in_which_the_node_agent_was_stopped_is_deducted() -> None:
     at_ms = late[place - 1].at_ms
     frozen: Record = [
         *late[:place],
-        FaultBegan(at_ms, 1, "stop", "node_agent-s0", ""),
+        FaultBegan(at_ms, 1, "freeze", "node_agent-s0", ""),
         FaultEnded(at_ms + 600, 1),
         *late[place:],
     ]

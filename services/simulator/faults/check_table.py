@@ -8,33 +8,21 @@ from collections.abc import Iterable, Iterator, Sequence
 from messages.ids import Activity, Residency, Role, Stage, Zone
 from pearl_state.model import PlanRecord, RoleTable, Row
 from services.simulator.faults.history import History, Process, Promise
-from services.simulator.faults.record import ActorBegan, MemoryHeld, ProcessBegan, Seen, TableWritten
+from services.simulator.faults.record import MemoryHeld, ProcessBegan, Seen, TableSeen, TableWritten
 
 
 class SingleWriter(Promise):
     """One orchestrator writes at a time, each on what the one before it wrote; nothing that only rises ever falls.
 
-    An orchestrator whose place another has taken stops: it writes again only after a restart (DESIGN 3).
+    Who is deposed may stand by and take over again (DESIGN 3): what shows a second writer is a write that does not follow
+    from the last one.
     """
 
     name = "11.1 single writer"
-    kinds = (TableWritten, ActorBegan)
-
-    def __init__(self, history: History) -> None:
-        super().__init__(history)
-        self._writer = ""
-        self._deposed: set[str] = set()
+    kinds = (TableWritten,)
 
     def see(self, seen: Seen) -> Iterator[str]:
-        if isinstance(seen, ActorBegan):
-            self._deposed.discard(seen.actor)
-            return
         assert isinstance(seen, TableWritten)
-        if seen.writer != self._writer:
-            if seen.writer in self._deposed:
-                yield f"{seen.writer} writes epoch {seen.table.epoch} although {self._writer} took over from it"
-            self._deposed.add(self._writer)
-            self._writer = seen.writer
         old, new = self.history.before, seen.table
         if old is None:
             return
@@ -55,6 +43,27 @@ class SingleWriter(Promise):
                 yield f"epoch {new.epoch}: slot {worker} is gone, or has other GPUs or another zone"
             elif now.incarnation < row.incarnation or now.role_generation < row.role_generation:
                 yield f"epoch {new.epoch}: incarnation or generation of {worker} falls"
+
+
+class NoStepBack(Promise):
+    """No watcher ever goes by an older table than it did, nor by one that was never written."""
+
+    name = "11.1 watchers only go forward"
+    kinds = (TableSeen,)
+
+    def __init__(self, history: History) -> None:
+        super().__init__(history)
+        self._epochs: dict[tuple[str, int], int] = {}
+
+    def see(self, seen: Seen) -> Iterator[str]:
+        assert isinstance(seen, TableSeen)
+        key = (seen.actor, seen.life)
+        before = self._epochs.get(key, seen.epoch)
+        if seen.epoch < before:
+            yield f"{seen.actor} goes back from epoch {before} to {seen.epoch}"
+        if seen.epoch not in self.history.tables:
+            yield f"{seen.actor} goes by epoch {seen.epoch}, which was never written"
+        self._epochs[key] = seen.epoch
 
 
 class OnePhase(Promise):

@@ -160,6 +160,8 @@ class Staleness(Promise):
                 lowest = max(0, task.batch - self.job.pipeline.staleness)
                 if not task.evaluation and task.min_version != lowest:
                     yield f"{task.trajectory} of batch {task.batch} asks for version {task.min_version}, not {lowest}"
+                if not task.evaluation and self._published < lowest:
+                    yield f"{task.trajectory} of batch {task.batch} is admitted before version {lowest} exists"
             case Stored(message=TurnFinished() as turn):
                 self._turns[seen.seq] = turn
             case Stored(message=BatchReady() as batch):

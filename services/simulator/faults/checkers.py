@@ -14,13 +14,14 @@ from services.simulator.faults.check_decisions import Explained
 from services.simulator.faults.check_plans import FailedExpansion, MinimalPlan, Untouched
 from services.simulator.faults.check_requests import Fenced, JournalFirst, NoTokenTwice, Routed
 from services.simulator.faults.check_returns import Liveness, Returns
-from services.simulator.faults.check_table import HalfReady, OnePhase, Servable, SingleWriter
+from services.simulator.faults.check_table import HalfReady, NoStepBack, OnePhase, Servable, SingleWriter
 from services.simulator.faults.check_work import NoTrajectoryLost, Staleness
 from services.simulator.faults.history import History, Promise
 from services.simulator.faults.record import Seen, Violation
 
 PROMISES: Final[tuple[type[Promise], ...]] = (
     SingleWriter,
+    NoStepBack,
     OnePhase,
     HalfReady,
     Servable,

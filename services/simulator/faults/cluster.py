@@ -100,6 +100,7 @@ from services.simulator.faults.record import (
     Received,
     Seen,
     Stored,
+    TableSeen,
     TableWritten,
 )
 from services.simulator.faults.trainer import Disk, Group, NoMetrics, build
@@ -638,7 +639,7 @@ class Cluster:
         name = (made or core()).name
 
         async def main(actor: Actor, process: Process, bus: NetBus) -> None:
-            replica = Replica() if watches else None
+            replica = self._replica(actor) if watches else None
             if replica is not None:
                 await replica.start(bus, self.job.job.name)
             host: CoreHost[Any] = CoreHost(
@@ -656,6 +657,12 @@ class Cluster:
             await host.run(asyncio.Event())
 
         self._add(name, main)
+
+    def _replica(self, actor: Actor) -> Replica:
+        """A replica of the role table that says which epochs its actor goes by."""
+        replica, life = Replica(), actor.life
+        replica.on_change(lambda table: self.see(TableSeen(self.now_ms, actor.name, life, table.epoch)))
+        return replica
 
     async def _purge(self, bus: NetBus, host: CoreHost[Any]) -> None:
         """As the pipeline scheduler's shell does."""
@@ -687,7 +694,7 @@ class Cluster:
         config = RouterConfig.of(self.job)
         router = actor.shell = Router(config, bus, self.job.job.name, self.network.clock)
         router.core = RouterCore(config, self.random.randrange(1 << 20))
-        replica = Replica()
+        replica = self._replica(actor)
         replica.on_change(router.on_table)
 
         def noted(table: RoleTable) -> None:
@@ -698,7 +705,7 @@ class Cluster:
         await router.run(asyncio.Event())
 
     async def _agent(self, actor: Actor, process: Process, bus: NetBus) -> None:
-        replica = Replica()
+        replica = self._replica(actor)
         await replica.start(bus, self.job.job.name)
         edge_name = f"{actor.name}-{actor.life}"
         agent = actor.shell = Agent(self.job, bus, replica, edge_name=edge_name)

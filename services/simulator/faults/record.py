@@ -22,6 +22,15 @@ class TableWritten(msgspec.Struct, frozen=True, tag=True):
     table: RoleTable
 
 
+class TableSeen(msgspec.Struct, frozen=True, tag=True):
+    """A watcher's replica of the role table changed: `actor`, in this `life`, goes by this epoch from now on."""
+
+    at_ms: int
+    actor: str
+    life: int
+    epoch: int
+
+
 class Stored(msgspec.Struct, frozen=True, tag=True):
     """A stream stored a message (duplicates that the broker drops are not stored)."""
 
@@ -185,6 +194,7 @@ class RunEnded(msgspec.Struct, frozen=True, tag=True):
 
 Seen = (
     TableWritten
+    | TableSeen
     | Stored
     | Sent
     | Arrived

@@ -1,0 +1,185 @@
+"""Deliberate breaks of rules that matter, to see that the fault simulation finds each. See `test_mutations.py`.
+
+    python -m tests.sim.mutations NAME [FIRST STEP MOST]     # the first seed that finds it, and what was violated
+
+A mutation rewrites the source of one function and puts the new code in its place, wherever the function is known by name.
+Where the text it rewrites is gone, it fails: then the rule has moved, and so must the mutation.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import messages
+from pearl_state import plan, progress, store, watch
+from services.agent.episode import Episode
+from services.agent.request_state import RequestState
+from services.agent.service import Agent
+from services.cluster_rebuilder.core import ClusterRebuilderCore
+from services.decision_engine import choose, makespan
+from services.elastic_scheduler.core import ElasticSchedulerCore
+from services.node_agent.core import NodeAgentCore
+from services.orchestrator import core as orchestrator_core
+from services.orchestrator import core_lending, core_plans
+from services.pipeline_scheduler.core import PipelineSchedulerCore
+from services.rollout_worker.core import RolloutWorkerCore
+from services.router.core import RouterCore
+from services.runtime.host import CoreHost
+from services.simulator.faults.plan import FAULTS_MS, draw
+from services.simulator.faults.record import Violation
+from services.simulator.faults.run import Run
+from services.toggle_manager.core import ToggleManagerCore
+
+assert messages
+
+
+def rewrite(function: Any, *changes: tuple[str, str]) -> Callable[[], None]:
+    """A mutation: the function's source with each old text, which must be in it once, replaced."""
+
+    def apply() -> None:
+        source = textwrap.dedent(inspect.getsource(function))
+        for old, new in changes:
+            assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times {old!r}"
+            source = source.replace(old, new)
+        made: dict[str, Any] = {}
+        exec(compile(f"from __future__ import annotations\n{source}", function.__code__.co_filename, "exec"),
+             function.__globals__, made)  # fmt: skip
+        function.__code__ = made[function.__name__].__code__
+
+    return apply
+
+
+def both(*mutations: Callable[[], None]) -> Callable[[], None]:
+    """A rule that is guarded twice is broken twice."""
+
+    def apply() -> None:
+        for mutation in mutations:
+            mutation()
+
+    return apply
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    # 11.1
+    "epoch check off": rewrite(watch.Replica.hear, ("table.epoch > self.table.epoch", "True")),
+    "table written without a guard": rewrite(
+        store._guarded_put, ("last_revision=last_revision", "last_revision=None")
+    ),
+    "acknowledge before write": rewrite(
+        CoreHost._commit,
+        ("if turn.cursor or outbox:", "if False:"),
+    ),
+    # 11.2
+    "training told before its GPUs are free": rewrite(
+        core_lending._settled,
+        ("pair = toggle(pair, Residency.DRAINING)", "pair = toggle(pair, Residency.FREE)"),
+    ),
+    "worker activated before the trainer let go": both(
+        rewrite(core_lending._settled,
+                ("pair = msgspec.structs.replace(toggle(pair, Residency.RELEASING), deadline_ms=0)",
+                 "pair = toggle(toggle(pair, Residency.RELEASING), Residency.FREE)")),
+        rewrite(ToggleManagerCore._join, ("if view.state.trainer_resident:", "if False:")),
+        rewrite(ToggleManagerCore._is_prepared, ("not view.state.trainer_resident", "True")),
+    ),
+    # 11.3
+    "admit before weights": rewrite(
+        core_plans.may_admit, ("rows[assign.worker].version >= table.policy_version", "True")
+    ),
+    "admit before the executors are done": rewrite(
+        core_plans.may_admit, ('plan.rebuilder in ("applied", "none")', "True")
+    ),
+    "drained worker takes requests": rewrite(
+        RolloutWorkerCore.refusal, ("not state.serving", "False"),
+        ("request.role_generation != state.role_generation", "request.role_generation > state.role_generation")
+    ),
+    "router ignores the pause": rewrite(RouterCore.assign, ("if self._paused_by and", "if False and")),
+    "router ignores versions": rewrite(
+        RouterCore._able, ("seat.row.version >= min_version and", "")
+    ),
+    "mode switch in one wave": rewrite(plan.first_wave, ("for anchor in _anchors(", "for anchor in () and _anchors(")),
+    "incarnation check off": rewrite(
+        orchestrator_core._current, ("if row.incarnation != fact.incarnation:", "if False:")
+    ),
+    # 11.4
+    "prefix dropped": rewrite(RequestState._on_assignment, ("prefix=self.tokens.copy()", "prefix=[]")),
+    "late chunks taken": rewrite(
+        RequestState._on_chunk,
+        ("chunk.attempt != self.attempt or", ""),
+        ("if chunk.worker != held.worker or chunk.incarnation != held.incarnation:", "if False:"),
+    ),
+    "journal after reply": rewrite(
+        Episode._turn,
+        ("self._totals.add(record, await self._write(record), result.reward)",
+         "later = asyncio.create_task(self._write(record)); self._later = later\n"
+         "    self._totals.add(record, self._journal_seq + 1, result.reward)"),
+    ),
+    "task acknowledged before its end": rewrite(
+        Agent._run, ("        await episode.run()", "        await consumer.ack(held.delivery); await episode.run()")
+    ),
+    # 11.5
+    "staleness off by one": rewrite(
+        PipelineSchedulerCore._admissible,
+        ("state.serving < batch.batch - self.config.staleness", "state.serving < batch.batch - self.config.staleness - 1"),
+    ),
+    "least version off by one": rewrite(
+        PipelineSchedulerCore.min_version, ("batch - self.config.staleness", "batch - self.config.staleness - 1")
+    ),
+    # 11.6
+    "minimality off by one": rewrite(
+        plan.minimal_change, ("keep = min(len(holders), deficits[role])", "keep = max(0, min(len(holders), deficits[role]) - 1)")
+    ),
+    "too many leave": rewrite(
+        plan.choose_members, ("    members = [row.worker for row in serving]", "    members = [row.worker for row in serving[1:]]")
+    ),
+    "drop drain": rewrite(
+        progress.is_drained, ("return known is not None", "return True or known is not None")
+    ),
+    # 11.7
+    "reclaim deadline not enforced": rewrite(NodeAgentCore._enforce, ("if not due:", "if True:")),
+    "return deadline not enforced": rewrite(ToggleManagerCore._bounded, ("if given_up(", "if False and given_up(")),
+    "a reclaim is not passed on": rewrite(ElasticSchedulerCore._emit, ("leaving = _leaving(self.config.slots, available, remembered)", "leaving = ()")),
+    # 11.8
+    "a failed joiner is admitted later": rewrite(
+        core_plans.roll_back, ("changed.append(_cancelled(row, assign.role_generation if plan.stage == APPLYING else None))", "pass")
+    ),
+    "a failure is not reported": rewrite(ClusterRebuilderCore._failed, ("    return found", "    return []")),
+    # 11.9
+    "gate sign": rewrite(makespan.borrowing_pays, ("> toggle_s", "< toggle_s")),
+    "hysteresis off": rewrite(choose._wins, ("> threshold", "> 0")),
+}  # fmt: skip
+"""By name; in the order of DESIGN 11."""
+
+
+STEP_EVENTS = 100
+"""A run is looked at each time so many things were seen: a broken rule is often broken without end."""
+
+
+def found_by(seed: int) -> list[Violation]:
+    """What the seed's run breaks; it is not run further than that."""
+    run = Run(draw(seed))
+    try:
+        over_ms = run.cluster.now_ms + 2 * FAULTS_MS
+        while not run.violations and run.cluster.now_ms < over_ms:
+            run.to_event(run.cluster.count + STEP_EVENTS)
+        return run.violations or list(run.to_end().violations)
+    finally:
+        run.close()
+
+
+def main(name: str, first: int = 0, step: int = 1, most: int = 200) -> int:
+    """Print the first of the seeds first, first + step .. below `most` that finds the mutation; the exit status is 1 if none."""
+    MUTATIONS[name]()
+    for seed in range(first, most, step):
+        violations = found_by(seed)
+        if violations:
+            print(f"{seed} {violations[0].invariant}: {violations[0].detail}"[:300])
+            return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], *map(int, sys.argv[2:])))
