@@ -312,25 +312,26 @@ class Cluster:
         """Let so much time pass."""
         end_s = self.loop.now_s + ms / 1000
         with self._inside():
-            while self.loop.turn(end_s):
-                pass
+            self.loop.run_to(end_s)
 
     def run_until(self, reached: Callable[[], bool], within_ms: float = 15_000, what: str = "") -> None:
-        """Until it holds, looked at after everything that happens. AssertionError if that takes longer."""
+        """Until it holds, looked at whenever something was seen. AssertionError if that takes longer."""
         assert self.reaches(reached, within_ms), f"not within {within_ms} ms: {what or reached}"
 
     def reaches(self, reached: Callable[[], bool], within_ms: float) -> bool:
         """Whether it comes to hold within that time; the clock stands where it does."""
         end_s = self.loop.now_s + within_ms / 1000
+        seen = self.count
+
+        def changed() -> bool:
+            nonlocal seen
+            if self.count == seen:
+                return False
+            seen = self.count
+            return reached()
+
         with self._inside():
-            seen = -1
-            while True:
-                if self.count != seen:
-                    seen = self.count
-                    if reached():
-                        return True
-                if not self.loop.turn(end_s):
-                    return reached()
+            return reached() or self.loop.run_to(end_s, changed) or reached()
 
     def later(self, at_ms: float, action: Callable[[], object]) -> None:
         """`action` happens then (Unix ms), whatever else does."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
+import functools
 import heapq
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -73,7 +74,7 @@ class Call:
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Run it with `turn`, one callback at a time."""
+    """Run it with `run_to`."""
 
     def __init__(self) -> None:
         self._due: deque[Call] = deque()
@@ -81,6 +82,7 @@ class VirtualLoop(asyncio.BaseEventLoop):
         self._numbers = 0
         self.now_s = START_S
         super().__init__()
+        self.create_future = functools.partial(asyncio.Future[Any], loop=self)  # type: ignore[method-assign] - it is hot
         self.problems: list[str] = []  # what tasks raised that nobody waited for
         self.world = contextvars.Context()  # of nobody's process
 
@@ -111,7 +113,11 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def call_later(  # type: ignore[override]
         self, delay: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
     ) -> Any:
-        return self.call_at(self.now_s + delay, callback, *args, context=context)
+        when_s = self.now_s + delay
+        call = Call(callback, args, contextvars.copy_context() if context is None else context, when_s)
+        self._numbers += 1
+        heapq.heappush(self._later, (when_s, self._numbers, call))
+        return call
 
     def call_at(  # type: ignore[override]
         self, when: float, callback: Callable[..., object], *args: Any, context: contextvars.Context | None = None
@@ -165,33 +171,33 @@ class VirtualLoop(asyncio.BaseEventLoop):
         context = process.context.copy()
         return context.run(lambda: self.create_task(work(), name=process.name))
 
-    def turn(self, until_s: float) -> bool:
-        """The next thing happens; False if there is none before `until_s` (then that is the time now)."""
-        if not self._due:
-            later = self._later
-            while later and later[0][2].dropped:
-                heapq.heappop(later)
-            if not later or later[0][0] > until_s:
-                self.now_s = max(self.now_s, until_s)
-                return False
-            when_s, _, call = heapq.heappop(later)
-            self.now_s = max(self.now_s, when_s)
-        else:
-            call = self._due.popleft()
-        self._run(call)
-        return True
-
-    def _run(self, call: Call) -> None:
-        if call.dropped:
-            return
-        owner = call.context.get(current)
-        if owner is not None:
-            if owner.frozen:
-                owner.stash.append(call)
-                return
-            if not owner.alive:
-                return
-        call.context.run(call.callback, *call.args)
+    def run_to(self, until_s: float, reached: Callable[[], bool] | None = None) -> bool:
+        """Let things happen until `until_s`, or until `reached()` after one of them; whether it came to that."""
+        due, later = self._due, self._later
+        while True:
+            if due:
+                call = due.popleft()
+                if call.dropped:
+                    continue
+            else:
+                if not later or later[0][0] > until_s:
+                    self.now_s = max(self.now_s, until_s)
+                    return False
+                when_s, _, call = heapq.heappop(later)
+                if call.dropped:
+                    continue
+                if when_s > self.now_s:
+                    self.now_s = when_s
+            owner = call.context.get(current)
+            if owner is not None:
+                if owner.frozen:
+                    owner.stash.append(call)
+                    continue
+                if not owner.alive:
+                    continue
+            call.context.run(call.callback, *call.args)
+            if reached is not None and reached():
+                return True
 
     def freeze(self, process: Process) -> None:
         process.frozen = True
@@ -225,7 +231,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
             own = [call for call in self._due if call.context.get(current) is process]
             if not own:
                 return
-            self._due = deque(call for call in self._due if call.context.get(current) is not process)
+            others = [call for call in self._due if call.context.get(current) is not process]
+            self._due.clear()
+            self._due.extend(others)
             for call in own:
                 if not call.dropped:
                     call.context.run(call.callback, *call.args)

@@ -6,8 +6,8 @@ these its caller may die, be cut off or be frozen. What is stored is `bus_memory
 - core messages of one connection to one subscriber arrive in order, unless `reorder` says otherwise; they are lost and
   duplicated by `loss` and `duplicate`, and lost where either end is cut off;
 - acknowledgements are lost by `ack_loss`, and what was not acknowledged is delivered again;
-- a process that is cut off (or everyone, while the broker is down) waits, and is told that the bus is away; once it is back its
-  reconnect callbacks run;
+- a process that is cut off (or everyone, while the broker is down) waits, and is told that the bus is away; once it is back, core
+  messages that it wanted to send meanwhile are sent, late, and its reconnect callbacks run;
 - a deaf process hears nothing of the role table's feed.
 """
 
@@ -46,6 +46,10 @@ AWAY_S: Final = 0.6
 """How long a call waits before its caller is told that the bus is away."""
 COPY_S: Final = 2.0
 """A copy of a message comes at most so long after it; mostly soon."""
+PATIENCE: Final = 6
+"""How often within that time it looks whether the bus is back."""
+OUTBOUND: Final = 200
+"""Core messages that wait in a connection for a broker that is away."""
 READ_PAGE: Final = 64
 """Messages of a stream that come together."""
 
@@ -122,6 +126,8 @@ class Network:
     def mended(self, names: Sequence[str] | None = None) -> None:
         """These processes (None: all) can reach the broker again: their reconnect callbacks run."""
         for bus in list(self._buses):
+            if not self.away(bus.process):
+                bus.flush()
             if (names is None or bus.process.name in names) and not self.away(bus.process) and bus.callbacks:
                 self.loop.start(bus.process, bus.reconnected)
         for waiting in self._waiting.values():
@@ -465,6 +471,16 @@ class NetBus:
         self.network = network
         self.process = process
         self.callbacks: list[Callable[[], Awaitable[None]]] = []
+        self.outbound: list[tuple[str, bytes, str, dict[str, str]]] = []
+
+    def flush(self) -> None:
+        """What waited for the broker."""
+        waiting, self.outbound = self.outbound, []
+        for subject, data, reply, headers in waiting:
+            if subject.startswith("_INBOX."):
+                self.network.answer(self.process, subject, data)
+            else:
+                self.network.route(self.process, subject, data, reply, headers)
 
     def called(self) -> None:
         """Before anything leaves the process, and when an answer is back: the moments between which it may die."""
@@ -483,10 +499,17 @@ class NetBus:
         if not self.network.away(self.process):
             await asyncio.sleep(self.network.way_s())
         if self.network.away(self.process):
-            await asyncio.sleep(AWAY_S)
-            raise BusUnavailable(f"{what}: the broker is away")
+            await self._wait_for_it(what)
         if self.process.mute:
             raise asyncio.CancelledError
+
+    async def _wait_for_it(self, what: str) -> None:
+        """For a broker that is away, within the bus's patience."""
+        for _ in range(PATIENCE):
+            await asyncio.sleep(AWAY_S / PATIENCE)
+            if not self.network.away(self.process):
+                return
+        raise BusUnavailable(f"{what}: the broker is away")
 
     async def _back(self, what: str) -> None:
         await asyncio.sleep(self.network.way_s())
@@ -498,8 +521,13 @@ class NetBus:
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: dict[str, str] | None = None
     ) -> None:
+        """While the broker is away, messages wait for it, and then come late; a few are more than the buffer holds."""
         self.called()
-        if subject.startswith("_INBOX."):
+        if self.network.away(self.process):
+            if len(self.outbound) >= OUTBOUND:
+                raise BusUnavailable(f"{subject}: the broker is away and the outbound buffer is full")
+            self.outbound.append((subject, data, reply, headers or {}))
+        elif subject.startswith("_INBOX."):
             self.network.answer(self.process, subject, data)
         else:
             self.network.route(self.process, subject, data, reply, headers or {})
