@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check fmt clean
+.PHONY: setup demo test check soak fmt clean
 
 setup: $(STAMP)
 
@@ -28,7 +28,12 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/contract tests/sim tests/tidy -m "not slow"
+	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/scenarios tests/contract tests/sim tests/tidy -m "not slow"
+
+# Long runs of what `check` does briefly.
+soak: setup
+	PEARL_FUZZ_ROUNDS=2000 $(BIN)/python -m pytest -n auto tests/unit/test_fuzz.py
+	$(BIN)/pearl simulate faults --seeds 10000
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

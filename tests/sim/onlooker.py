@@ -7,7 +7,9 @@ decisions and returns see all that they need.
 from __future__ import annotations
 
 from messages.subjects import node_of
-from services.simulator.faults.checkers import Checkers
+from services.simulator.faults.check_decisions import Explained
+from services.simulator.faults.check_work import NoTrajectoryLost
+from services.simulator.faults.checkers import PROMISES, Checkers
 from services.simulator.faults.record import (
     ActorBegan,
     ActorEnded,
@@ -30,7 +32,8 @@ class Onlooker:
     def __init__(self, cluster: Cluster) -> None:
         self.violations: list[Violation] = []
         self.record: list[Seen] = []
-        self.checkers = Checkers(cluster.job)
+        left_out = {NoTrajectoryLost} if cluster.decisions is None else {NoTrajectoryLost, Explained}
+        self.checkers = Checkers(cluster.job, [promise for promise in PROMISES if promise not in left_out])
         self._cluster = cluster
         self._tables = self._events = self._commands = 0
         self._alive: dict[str, bool] = {}

@@ -1,7 +1,8 @@
 """Anything, in any order: GPUs come, go and flap, targets change, training asks, processes and actors die, old events are
 delivered again. At the end what was wished for last is there, and the batch is trained.
 
-What must hold at every moment is asserted by the orchestrator's core (each epoch) and by the cluster (no GPU held twice).
+What must hold at every moment is asserted by the orchestrator's core (each epoch), by the cluster (no GPU held twice), and
+checked by the independent checkers (`services/simulator/faults/checkers.py`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from messages.node_agent import Kill, Launch
 from messages.orchestrator import WeightsApplied
 from services.runtime.core import Input
 from tests.sim.cluster import Cluster, lending_job
+from tests.sim.onlooker import Onlooker
 
 SEEDS = (*range(16), 129, 146, 182, 460, 520)
 """The last ones have once found something."""
@@ -74,6 +76,7 @@ def something(cluster: Cluster) -> None:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_what_is_wished_last_is_there_in_the_end(seed: int) -> None:
     cluster = Cluster(lending_job(training=2), seed=seed, loss=0.1 * (seed % 3))
+    onlooker = Onlooker(cluster)
     for _ in range(ACTIONS):
         cluster.run(cluster.world.random.choice((0, 5, 30, 120, 600, 2_500)))
         something(cluster)
@@ -85,6 +88,7 @@ def test_what_is_wished_last_is_there_in_the_end(seed: int) -> None:
     cluster.wish(borrow=True)
     cluster.run_until(lambda: cluster.settled and "t0-w0" in cluster.roles, 60_000, what="training's GPUs are lent")
     every_active_worker_serves_what_its_row_says(cluster)
+    assert onlooker.violations == []
 
 
 def every_active_worker_serves_what_its_row_says(cluster: Cluster) -> None:

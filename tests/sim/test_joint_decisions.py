@@ -10,6 +10,7 @@ from messages.monitor import DecisionRecord, GpusReturned
 from services.decision_engine.config import Config as DecisionConfig
 from services.jobfile import DecisionSection
 from tests.sim.cluster import Cluster, lending_job
+from tests.sim.onlooker import Onlooker
 
 
 def cluster_of(seed: int, toggle_guess_s: float, *, disaggregation: bool = False) -> Cluster:
@@ -23,6 +24,7 @@ def cluster_of(seed: int, toggle_guess_s: float, *, disaggregation: bool = False
 @pytest.mark.parametrize("disaggregation", [False, True])
 def test_gpus_are_lent_between_updates_and_back_in_time(seed: int, disaggregation: bool) -> None:
     cluster = cluster_of(seed, toggle_guess_s=0.001, disaggregation=disaggregation)
+    onlooker = Onlooker(cluster)
     for batch in range(4):
         cluster.run_until(lambda: cluster.residencies == {Residency.ROLLOUT} and cluster.settled, what="lent")
         assert cluster.pipeline.begin() == batch
@@ -36,6 +38,7 @@ def test_gpus_are_lent_between_updates_and_back_in_time(seed: int, disaggregatio
     assert all(each.at_ms <= each.deadline_ms for each in returned)
     assert not cluster.world.refusals
     assert cluster.table.writer.failed_plans == 0
+    assert onlooker.violations + onlooker.checkers.finish() == []
 
 
 def test_the_gate_holds_back_what_does_not_pay() -> None:

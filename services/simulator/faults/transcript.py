@@ -29,6 +29,7 @@ from services.simulator.faults.record import (
     Seen,
     Sent,
     Stored,
+    TableSeen,
     TableWritten,
     Violation,
 )
@@ -92,7 +93,7 @@ def _line(seen: Seen, tokens: bool) -> str:
             return f"{seen.worker} #{seen.incarnation} {'takes' if seen.held else 'holds no'} device memory"
         case RunEnded():
             return "the run ends" if seen.finished else "the run is stopped, with work left"
-        case AttemptBegan() | Generated() | Received() | Assigned():
+        case AttemptBegan() | Generated() | Received() | Assigned() | TableSeen():
             return _struct(seen) if tokens else ""
         case TableWritten():
             raise AssertionError("told by what changed")
