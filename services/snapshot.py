@@ -125,9 +125,7 @@ def write_folder(
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=base))
     try:
         known = {entry.name: entry for entry in fill(draft) or ()}
-        entries = tuple(
-            _on_each(lambda file: known.get(file.name) or _synced_entry(file), sorted(draft.iterdir()))
-        )
+        entries = tuple(_on_each(lambda file: known.get(file.name) or _synced_entry(file), sorted(draft.iterdir())))
         manifest = msgspec.json.encode(Manifest(version, entries))
         (draft / MANIFEST).write_bytes(manifest)
         _sync(draft / MANIFEST)

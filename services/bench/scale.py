@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, Final
@@ -29,7 +29,7 @@ from messages.ids import Activity, NodeId, Role, Zone
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import subject_of, telemetry_subject
 from pearl_state.codec import encode_table
-from pearl_state.model import Row, RoleTable
+from pearl_state.model import RoleTable, Row
 from pearl_state.watch import Replica
 from services import jobfile
 from services.bench.cell import bus_of
@@ -37,7 +37,6 @@ from services.bench.figures import Figure, figure, percentile
 from services.bench.processes import service_of
 from services.jobfile import ConfigError, JobFile
 from services.runtime.bus import Bus, Subscription
-from services.runtime.clock import now_ms
 from services.supervisor.service import Supervisor
 
 GPUS_A_NODE: Final = 8
@@ -159,6 +158,54 @@ def _nodes(prefix: str, zone: Zone, gpus: int) -> list[str]:
     ]
 
 
+def figures(run: Run) -> list[Figure]:
+    """The run as figures: propagation, plans, processor seconds a minute and memory of each service."""
+    name, minutes = f"scale, {run.workers} workers", run.seconds / 60
+    count = len(run.propagation_ms)
+    found = [
+        figure(
+            name,
+            f"all workers serve, after {run.processes.get('emulated_fleet', 0)} processes' start",
+            run.ready_s,
+            "s",
+        ),
+        figure(name, f"plans in {minutes:.1f} min ({run.failed_plans} failed)", float(run.plans), "plans"),
+        figure(name, "worker heartbeats", run.heartbeats / run.seconds, "1/s"),
+    ]
+    for share in (0.5, 0.99) if count else ():
+        case = f"table of {run.table_bytes / 1024:.0f} KiB visible, p{share * 100:.0f} of {count}"
+        found.append(figure(name, case, percentile(run.propagation_ms, share), "ms"))
+    for service, seconds in sorted(run.cpu_s.items(), key=lambda each: -each[1]):
+        found.append(figure(name, f"CPU, {service} ({run.processes.get(service, 0)})", seconds / minutes, "s/min"))
+    third = len(run.at_s) // 3
+    for service, samples in sorted(run.memory.items()):
+        _, grown = run.growth(service)
+        before = median(samples[-2 * third : -third]) if third else samples[-1]
+        found.append(
+            Figure(
+                benchmark=name,
+                case=f"memory, {service} ({run.processes[service]})",
+                value=(median(samples[-third:]) if third else samples[-1]) / MIB,
+                unit="MiB",
+                reference=before / MIB,
+                reference_is="middle third of the run",
+                target="no growth",
+                met=not grown if third else None,
+            )
+        )
+    return found
+
+
+def as_json(run: Run) -> dict[str, Any]:  # Any: a JSON object
+    """Everything measured, and each service's growth in bytes."""
+    grown = {service: run.growth(service) for service in run.memory}
+    return {
+        **msgspec.structs.asdict(run),
+        "growth_bytes": {service: gained for service, (gained, _) in grown.items()},
+        "grown": sorted(service for service, (_, counts) in grown.items() if counts),
+    }
+
+
 async def measure(
     folder: Path,
     *,
@@ -190,7 +237,9 @@ async def measure(
             counting = asyncio.create_task(beats.count())
             try:
                 await _all_serving(job, feed, watch, begun, say)
-                return await _observe(job, supervisor, feed, watch, beats, time.monotonic() - begun, seconds, period_s, say)
+                return await _observe(
+                    job, supervisor, feed, watch, beats, time.monotonic() - begun, seconds, period_s, say
+                )
             finally:
                 counting.cancel()
                 await asyncio.wait([counting])
@@ -309,7 +358,9 @@ async def _observe(
             said = now
             plans = 0 if watch.table is None else watch.table.writer.plans - first.writer.plans
             total = sum(sum(sizes) for sizes in samples[-1].values()) / MIB
-            say(f"{now - begun:.0f} of {seconds:.0f} s: {plans} plans, {watch.serving()} workers serve, {total:.0f} MiB in all")
+            say(
+                f"{now - begun:.0f} of {seconds:.0f} s: {plans} plans, {watch.serving()} workers serve, {total:.0f} MiB in all"
+            )
         await asyncio.sleep(max(0.0, min(next_sample, next_event, begun + seconds) - time.monotonic()))
     at_s.append(time.monotonic() - begun)
     samples.append(_memory(supervisor))

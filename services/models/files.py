@@ -22,8 +22,8 @@ from services.models.decoder import Decoder
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-SHARD_BYTES: Final = 128 << 20
-"""A shard is refetched whole when it is torn, and its checksum takes one core: so shards are kept well below a model."""
+SHARD_BYTES: Final = 64 << 20
+"""A shard is refetched whole when it is torn; and while one waits for the disk, the next ones are written and hashed."""
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -166,7 +166,8 @@ def save_weights(
         return [base / SINGLE]
     files = [base / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
     with ThreadPoolExecutor(min(WRITERS, len(files)), thread_name_prefix="weights") as pool:
-        list(pool.map(lambda group, file: _write(group, file, opener), groups, files))
+        for done in [pool.submit(_write, group, file, opener) for group, file in zip(groups, files, strict=True)]:
+            done.result()
     weight_map = {name: file.name for file, group in zip(files, groups, strict=True) for name in group}
     total = sum(tensor.nbytes for group in groups for tensor in group.values())
     (base / INDEX).write_bytes(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map}))
