@@ -251,9 +251,14 @@ def load(path: str | Path) -> JobFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read ({error}); give the path of a job file, see examples/") from error
     try:
-        job = msgspec.convert(tomllib.loads(text), JobFile)
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML; or an integer of thousands of digits, or a thousand brackets
         raise ConfigError(f"{source}: not TOML: {error}") from error
+    try:
+        job = msgspec.convert(data, JobFile)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_explained(str(error))}") from error
     problem = next(_problems(job), None)

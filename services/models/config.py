@@ -60,7 +60,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{path}: cannot be read ({error.strerror}); model.path must be a folder with config.json and "
                 "safetensors files, or 'builtin:tiny'"
             ) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: not a JSON object: {error}") from error
         return _convert(raw, path)
 

@@ -78,7 +78,7 @@ def weight_files(directory: str | Path) -> list[Path]:
         try:
             index = msgspec.json.decode((base / INDEX).read_bytes(), type=dict[str, Any])
             names = sorted(set(msgspec.convert(index.get("weight_map"), dict[str, str]).values()))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{base / INDEX}: not an index of safetensors shards: {error}") from error
         files = [base / name for name in names]
     else:

@@ -21,6 +21,7 @@ def run_of(memory: dict[str, tuple[int, ...]]) -> Run:
         workers=10,
         seconds=120.0,
         ready_s=3.0,
+        events=2,
         plans=2,
         failed_plans=0,
         epochs=4,
