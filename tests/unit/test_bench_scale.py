@@ -28,6 +28,7 @@ def run_of(memory: dict[str, tuple[int, ...]]) -> Run:
         table_bytes=2048,
         heartbeats=240,
         propagation_ms=(1.0, 2.0, 30.0),
+        stored_ms=(1.0, 2.0),
         cpu_s={"router": 1.0, "agent": 4.0},
         processes={service: 1 for service in memory},
         at_s=tuple(float(index) for index in range(len(next(iter(memory.values()))))),

@@ -214,8 +214,18 @@ DEEP = "[" * 100_000
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize(
     "content",
-    [b"", DEEP.encode(), ('{"a":' * 100_000).encode(), b"x = " + DEEP.encode(), b"B = " + b"9" * 10_000, b"9" * 10_000]
-    + [b"\xff\xfe" + "name".encode("utf-16-le"), b"{}", b"null", b"\x00" * 1000],
+    [
+        b"",
+        DEEP.encode(),
+        ('{"a":' * 100000).encode(),
+        b"x = " + DEEP.encode(),
+        b"B = " + b"9" * 10000,
+        b"9" * 10000,
+        b"\xff\xfe" + "name".encode("utf-16-le"),
+        b"{}",
+        b"null",
+        b"\x00" * 1000,
+    ],
     ids=[
         "empty",
         "deep",
