@@ -22,7 +22,7 @@ from services.cli.decide import read_mapping
 from services.cli.demo_jobs import template
 from services.decision_engine.command import decide
 from services.environments import workload
-from services.jobfile import ConfigError
+from services.jobfile import LONGEST_PROBLEM, ConfigError
 from services.models.config import ModelConfig
 from services.models.files import INDEX, weight_files
 from services.preemption_feed import traces
@@ -37,7 +37,7 @@ T = TypeVar("T")
 EXAMPLES = settings(
     max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
 )
-LONGEST = 1500
+LONGEST = LONGEST_PROBLEM + 1
 
 WORKLOAD = """traj,turn,prompt_tokens,completion_tokens,env_time_s,reward
 a,0,100,20,0.5,1
