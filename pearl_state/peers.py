@@ -69,6 +69,11 @@ def wrong_batch(batch: int, train_steps: int) -> str:
     return "" if 0 <= batch < train_steps else f"batch {batch}: the job has batches 0 to {train_steps - 1}"
 
 
+def wrong_next_batch(batch: int, trained: int) -> str:
+    """A batch that begins when `trained` is the newest finished one (-1: none), or, the same, the one before the serving version."""
+    return "" if batch <= trained + 1 else f"batch {batch} begins, but batch {trained + 1} is next"
+
+
 def wrong_version(version: int, train_steps: int) -> str:
     """A policy version of a job of `train_steps`."""
     return "" if 0 <= version <= train_steps else f"version {version}: the job has versions 0 to {train_steps}"

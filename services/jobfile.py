@@ -16,6 +16,7 @@ from typing import Annotated, Final
 import msgspec
 from msgspec import Meta
 
+from messages.envelope import brief
 from messages.ids import Gpu, NodeId, WorkerId, Zone
 from messages.subjects import JOB_NAME, TOKEN, worker_of
 
@@ -38,8 +39,15 @@ LEAST_ACK_WAIT_MS: Final = 1000
 _STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
 
+LONGEST_PROBLEM: Final = 1000
+"""Characters of a ConfigError: some of it may be quoted from a file that holds anything."""
+
+
 class ConfigError(Exception):
     """The configuration is wrong: one message that says what, where and what to do."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(brief(problem, LONGEST_PROBLEM))
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -251,9 +259,14 @@ def load(path: str | Path) -> JobFile:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{source}: cannot be read ({error}); give the path of a job file, see examples/") from error
     try:
-        job = msgspec.convert(tomllib.loads(text), JobFile)
-    except tomllib.TOMLDecodeError as error:
+        data = tomllib.loads(text)
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # not TOML; or an integer of thousands of digits, or a thousand brackets
         raise ConfigError(f"{source}: not TOML: {error}") from error
+    try:
+        job = msgspec.convert(data, JobFile)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_explained(str(error))}") from error
     problem = next(_problems(job), None)

@@ -97,7 +97,7 @@ def read_profile(path: str | Path) -> WorkloadProfile:
         data: object = tomllib.loads(text) if source.suffix.lower() == ".toml" else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ProfileError(f"{source}: cannot be read ({error})") from error
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOML, JSON, or an integer of thousands of digits
         raise ProfileError(f"{source}: neither JSON nor TOML by its ending: {error}") from error
     if not isinstance(data, dict):
         raise ProfileError(f"{source}: holds a {type(data).__name__}; give one table of profile keys")

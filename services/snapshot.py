@@ -1,7 +1,9 @@
 """Weight snapshots: a folder of safetensors shards, the model's configuration and a manifest with every checksum.
 
 The trainer writes them; workers fetch them (DESIGN 8). A folder exists under its final name only when it is complete,
-and its manifest's own SHA-256, which travels on the bus, pins every byte of it. One fetch a node is shared by the
+and its manifest's own SHA-256, which travels on the bus, pins every byte of it: the manifest has a BLAKE3 checksum of each
+file, taken from the bytes as they are written. BLAKE3 is as hard to forge as SHA-256 and three to four times as fast on a
+core; SHA-256, which earlier releases wrote, is still read. One fetch a node is shared by the
 node's workers. All functions block: call them off the event loop.
 """
 
@@ -16,16 +18,19 @@ import shutil
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, TypeVar
 
+import blake3
 import fsspec  # pyright: ignore[reportMissingTypeStubs]
 import msgspec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from services.models.files import Sink
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -43,6 +48,8 @@ SHARE_TIMEOUT_S: Final = 600.0
 """Longest wait for another worker of the node that fetches the same snapshot."""
 HASHERS: Final = min(4, os.cpu_count() or 1)
 """Files whose checksums are computed at once; a node's workers may all be at it."""
+READ_BYTES: Final = 1 << 20
+"""Read and hashed at once: what fits into a core's cache."""
 CACHED: Final = 3
 """Snapshots kept in a node's cache: the one being loaded, the one before, and one for a worker that lags."""
 
@@ -51,12 +58,13 @@ class SnapshotError(Exception):
     """A snapshot, or one shard of it, cannot be used: which, and why."""
 
 
-class FileEntry(msgspec.Struct, frozen=True):
-    """One file of a snapshot."""
+class FileEntry(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One file of a snapshot, with at least one checksum."""
 
     name: str
     size: int
-    sha256: str
+    sha256: str = ""
+    blake3: str = ""
 
 
 class Manifest(msgspec.Struct, frozen=True):
@@ -89,19 +97,26 @@ def write_snapshot(
     """
     from services.models.files import save_weights  # torch: only the trainer needs it here
 
-    def fill(draft: Path) -> None:
-        save_weights(state, draft)
+    def fill(draft: Path) -> Iterable[FileEntry]:
+        hashing = _Hashing()
+        save_weights(state, draft, opener=hashing.opened)
         for name in COPIED:
             if (Path(config_dir) / name).is_file():
                 shutil.copyfile(Path(config_dir) / name, draft / name)
         if not (draft / "config.json").is_file():
             raise SnapshotError(f"{config_dir}: no config.json to go with the weights")
+        return hashing.entries
 
     return write_folder(fill, root, version, keep=keep)
 
 
-def write_folder(fill: Callable[[Path], None], root: str | Path, version: int, *, keep: int = 4) -> Snapshot:
-    """`write_snapshot` of whatever files `fill` puts into the folder it is given."""
+def write_folder(
+    fill: Callable[[Path], Iterable[FileEntry] | None], root: str | Path, version: int, *, keep: int = 4
+) -> Snapshot:
+    """`write_snapshot` of whatever files `fill` puts into the folder it is given.
+
+    What it returns are those that are synced and whose checksums it knows.
+    """
     assert keep >= 1
     base = Path(root).absolute()
     base.mkdir(parents=True, exist_ok=True)
@@ -109,8 +124,8 @@ def write_folder(fill: Callable[[Path], None], root: str | Path, version: int, *
         shutil.rmtree(stale, ignore_errors=True)
     draft = Path(tempfile.mkdtemp(prefix=".draft-", dir=base))
     try:
-        fill(draft)
-        entries = tuple(_on_each(_synced_entry, sorted(draft.iterdir())))
+        known = {entry.name: entry for entry in fill(draft) or ()}
+        entries = tuple(_on_each(lambda file: known.get(file.name) or _synced_entry(file), sorted(draft.iterdir())))
         manifest = msgspec.json.encode(Manifest(version, entries))
         (draft / MANIFEST).write_bytes(manifest)
         _sync(draft / MANIFEST)
@@ -267,7 +282,9 @@ def _problem(file: Path, entry: FileEntry) -> str:
         size = file.stat().st_size
         if size != entry.size:
             return f"torn: {size} of {entry.size} bytes"
-        if _digest(file) != entry.sha256:
+        if not entry.blake3 and not entry.sha256:
+            return "the manifest has no checksum of it"
+        if (entry.blake3 and _digest(file) != entry.blake3) or (not entry.blake3 and _sha256(file) != entry.sha256):
             return "wrong checksum"
     except OSError as error:
         return f"cannot be read: {error.strerror}"
@@ -290,6 +307,16 @@ def _read(file: Path) -> bytes:
 
 
 def _digest(file: Path) -> str:
+    """BLAKE3 of a file. Read, not mapped: a map of a file that is cut short meanwhile ends the process."""
+    hasher = blake3.blake3()
+    piece = memoryview(bytearray(READ_BYTES))
+    with file.open("rb", buffering=0) as opened:
+        while size := opened.readinto(piece):
+            hasher.update(piece[:size])
+    return hasher.hexdigest()
+
+
+def _sha256(file: Path) -> str:
     with file.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
@@ -297,7 +324,37 @@ def _digest(file: Path) -> str:
 def _synced_entry(file: Path) -> FileEntry:
     digest = _digest(file)
     _sync(file)
-    return FileEntry(file.name, file.stat().st_size, digest)
+    return FileEntry(file.name, file.stat().st_size, blake3=digest)
+
+
+class _Hashing:
+    """Opens files whose checksums are taken from what is written, and which are synced when they take their place."""
+
+    def __init__(self) -> None:
+        self.entries: list[FileEntry] = []
+
+    @contextlib.contextmanager
+    def opened(self, file: Path) -> Generator[_HashingSink]:
+        from services.models.files import replacing
+
+        with replacing(file) as sink:
+            hashing = _HashingSink(sink)
+            yield hashing
+        _sync(file)
+        self.entries.append(FileEntry(file.name, hashing.size, blake3=hashing.hasher.hexdigest()))
+
+
+class _HashingSink:
+    def __init__(self, sink: Sink) -> None:
+        self.hasher = blake3.blake3()
+        self.size = 0
+        self._sink = sink
+
+    def write(self, data: memoryview) -> int:
+        written: int = self._sink.write(data)
+        self.hasher.update(data[:written])
+        self.size += written
+        return written
 
 
 def _on_each(work: Callable[[T], R], files: Sequence[T]) -> list[R]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, Final
@@ -104,6 +104,43 @@ def as_svg(figures: Sequence[Figure]) -> str:
             f'<text x="{_LEFT + _WIDTH + 6}" y="{top + 12}">{ratio:.3g} x</text>',
         ]
     return "\n".join([*lines, "</svg>"]) + "\n"
+
+
+def lines_svg(title: str, at: Sequence[float], lines: Mapping[str, Sequence[float]]) -> str:
+    """Values over time, a line each, named at its end; the vertical axis is logarithmic, since they differ by far."""
+    width, height, left, right, top = 640, 400, 60, 170, 30
+    shown = {name: values for name, values in lines.items() if len(values) == len(at) and min(values, default=0.0) > 0}
+    most = max((max(values) for values in shown.values()), default=1.0)
+    least = min((min(values) for values in shown.values()), default=1.0)
+    low, high = math.log10(least) - 0.05, math.log10(most) + 0.05
+    span = max(at, default=1.0) or 1.0
+
+    def y_of(value: float) -> float:
+        return top + (high - math.log10(value)) / (high - low) * height
+
+    out = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + right}" height="{top + height + 40}" '
+        'font-family="sans-serif" font-size="12">',
+        '<rect width="100%" height="100%" fill="white"/>',
+        f'<text x="{left}" y="18">{escape(title)}</text>',
+        f'<rect x="{left}" y="{top}" width="{width}" height="{height}" fill="none" stroke="#999"/>',
+        f'<text x="{left}" y="{top + height + 18}">0 s</text>',
+        f'<text x="{left + width}" y="{top + height + 18}" text-anchor="end">{span:.0f} s</text>',
+        f'<text x="{left - 6}" y="{y_of(most) + 4:.1f}" text-anchor="end">{most:,.0f}</text>',
+        f'<text x="{left - 6}" y="{y_of(least) + 4:.1f}" text-anchor="end">{least:,.0f}</text>',
+    ]
+    free = top - 12.0
+    for index, (name, values) in enumerate(sorted(shown.items(), key=lambda each: -each[1][-1])):
+        color = f"hsl({index * 360 // len(shown)} 60% 40%)"
+        points = " ".join(
+            f"{left + time / span * width:.1f},{y_of(value):.1f}" for time, value in zip(at, values, strict=True)
+        )
+        free = max(free + 13, y_of(values[-1]) + 4)  # names never overlap
+        out += [
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.5"/>',
+            f'<text x="{left + width + 6}" y="{free:.1f}" fill="{color}">{escape(name)} {values[-1]:,.0f}</text>',
+        ]
+    return "\n".join([*out, "</svg>"]) + "\n"
 
 
 def write_report(figures: Sequence[Figure], directory: Path) -> None:

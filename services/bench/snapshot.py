@@ -1,7 +1,8 @@
 """`pearl bench snapshot`: from a trained state in memory to the weights in a model, beside a plain copy of the same bytes.
 
 Publish writes the shards, their checksums and the manifest, all of it synced; apply verifies every byte, reads it and copies
-it into a model's parameters. References: `cp` and `sync`, one file of the same size read, written and synced; and the same
+it into a model's parameters, with one torch thread, as a worker does by default (two that wait for each other on busy cores take
+five times as long). References: `cp` and `sync`, one file of the same size read, written and synced; and the same
 way without checksums, which shows what they cost.
 """
 
@@ -32,6 +33,15 @@ class _Plain(nn.Module):
 
 def measure(folder: Path, *, mebibytes: int = 256, repeats: int = 3) -> list[Figure]:
     """Bytes a second, the best of `repeats`, publish-to-apply and plain copy in turn."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return _measure(folder, mebibytes, repeats)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _measure(folder: Path, mebibytes: int, repeats: int) -> list[Figure]:
     side = 1024 if mebibytes >= 4 else 256
     model = _Plain(max(1, mebibytes * (1 << 20) // (4 * side * side)), side)
     state = {name: value.detach().clone() for name, value in model.state_dict().items()}

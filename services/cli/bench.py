@@ -26,19 +26,19 @@ CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 
 PROMPT = 8
 """Tokens of a prompt there: about what a turn of the demo computes."""
 PACE_TURNS = 6
+SCALE_MINUTES = 10.0
+POLICY_MINUTES = 12.0
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 if a run broke an invariant. A target that a figure misses is shown, and no failure."""
-    return {"policies": _policies, "pace": _pace}.get(arguments.name, _figures)(arguments)
+    return {"policies": _policies, "pace": _pace, "scale": _scale}.get(arguments.name, _figures)(arguments)
 
 
 def _figures(arguments: argparse.Namespace) -> int:
     from services.bench.figures import as_json, write_report
 
-    report = None if arguments.report is None else Path(arguments.report).resolve()
-    if report is not None and (not report.parent.is_dir() or report.is_file()):
-        raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    report = _report_folder(arguments)
     names = FIGURES if arguments.name == "all" else (arguments.name,)
     figures = uvloop.run(_measure(names, Path(arguments.data_dir), arguments.seed))
     if report is not None:
@@ -50,6 +50,45 @@ def _figures(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _report_folder(arguments: argparse.Namespace) -> Path | None:
+    report = None if arguments.report is None else Path(arguments.report).resolve()
+    if report is not None and (not report.parent.is_dir() or report.is_file()):
+        raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    return report
+
+
+def _scale(arguments: argparse.Namespace) -> int:
+    """Exit 1 if the workers never all served."""
+    from services.bench import scale
+    from services.bench.figures import as_json, lines_svg, write_report
+
+    report = _report_folder(arguments)
+    minutes = SCALE_MINUTES if arguments.minutes is None else arguments.minutes
+    with tempfile.TemporaryDirectory(prefix="pearl-scale-") as folder:
+        measuring = scale.measure(Path(folder), workers=arguments.workers, seconds=60 * minutes, say=_say)
+        try:
+            run = uvloop.run(measuring)
+        except scale.ScaleError as error:
+            _say(f"pearl bench: {error}")
+            return 1
+    figures = scale.figures(run)
+    if report is not None:
+        write_report(figures, report)
+        (report / "scale.json").write_text(json.dumps(scale.as_json(run)) + "\n", encoding="utf-8")
+        memory = {name: [each / scale.MIB for each in samples] for name, samples in run.memory.items()}
+        title = f"memory of each service, MiB, with {run.workers} workers"
+        (report / "scale.svg").write_text(lines_svg(title, run.at_s, memory), encoding="utf-8")
+    if arguments.json:
+        print(json.dumps({**as_json(figures), "scale": scale.as_json(run)}))
+    else:
+        _print_figures(figures)
+    return 0
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
 async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figure]:
     """One after the other: two at once would measure each other."""
     from services.bench import plan, processes, router, snapshot, stream, table
@@ -57,7 +96,7 @@ async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figu
     figures: list[Figure] = []
     usage: processes.Usage | None = None
     for name in names:
-        print(f"{name} ...", file=sys.stderr, flush=True)
+        _say(f"{name} ...")
         with tempfile.TemporaryDirectory(prefix="pearl-bench-") as temporary:
             folder = Path(temporary)
             match name:
@@ -128,10 +167,8 @@ def _policies(arguments: argparse.Namespace) -> int:
         changes = {"policy": f'"{policy}"', "train_steps": "100000"}
         return new_run(Path(arguments.data_dir), seed=arguments.seed, changes=changes)
 
-    def say(text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
-
-    result = summary(asyncio.run(compare(make_job, policies, arguments.minutes, say)))
+    minutes = POLICY_MINUTES if arguments.minutes is None else arguments.minutes
+    result = summary(asyncio.run(compare(make_job, policies, minutes, _say)))
     if arguments.json:
         print(json.dumps(result))
     else:

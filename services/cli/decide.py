@@ -20,7 +20,7 @@ def read_mapping(path_text: str) -> dict[str, Any]:
         data = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read ({error})") from error
-    except (json.JSONDecodeError, tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # TOML, JSON, or an integer of thousands of digits
         raise ConfigError(f"{path}: not {'TOML' if path.suffix == '.toml' else 'JSON'}: {error}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected an object with named fields, found {type(data).__name__}")

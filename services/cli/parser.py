@@ -87,10 +87,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         nargs="?",
-        choices=("all", *FIGURES, "policies", "pace"),
+        choices=("all", *FIGURES, "scale", "policies", "pace"),
         default="all",
         metavar="NAME",
         help=f"{', '.join(FIGURES)}: each part beside its reference, all: all of these (default); "
+        "scale: processors and memory of the control plane with a thousand emulated workers, for ten minutes; "
         "policies: rollout throughput, planner against fixed policies, same trace and seed; "
         "pace: paced workers beside the makespan model",
     )
@@ -98,8 +99,11 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "--report", metavar="DIR", default=None, help="also leave bench.json and bench.svg there (not policies, pace)"
     )
+    bench.add_argument("--workers", type=_positive, default=1000, help="scale: emulated workers (default: 1000)")
     bench.add_argument("--seed", type=_seed, default=0, help="of tasks, sampling, model and trace victims")
-    bench.add_argument("--minutes", type=_minutes, default=12.0, help="for all policies together (default: 12)")
+    bench.add_argument(
+        "--minutes", type=_minutes, default=None, help="policies: for all together (default: 12); scale: default 10"
+    )
     bench.add_argument(
         "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
     )

@@ -13,7 +13,7 @@ from messages.decision_engine import BudgetChanged, Leave
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp, TrainingBegin, TrainingFinished
 from messages.envelope import Message, brief
 from messages.ids import Gpu, NodeId, Zone
-from pearl_state.peers import wrong_batch, wrong_capacity
+from pearl_state.peers import wrong_batch, wrong_capacity, wrong_next_batch
 from services.elastic_scheduler.config import Config
 from services.jobfile import Slot
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
@@ -37,7 +37,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     available: tuple[Gpu, ...] = ()  # preemptible GPUs, sorted
     lost: tuple[LostGpu, ...] = ()  # sorted by GPU; each GPU at most once, and never one that is available
     training_batch: int | None = None
-    return_by_ms: int = 0  # overlap slots are training's by then; counts from when it first asked
+    return_by_ms: int = 0  # overlap slots are training's by then
     trained: int = -1  # newest batch finished
     gathering_since_ms: int | None = None  # first event of the burst being gathered
     causes: tuple[str, ...] = ()
@@ -143,31 +143,30 @@ class ElasticSchedulerCore:
         return state, ()
 
     def on_training_begin(self, state: State, message: TrainingBegin, now_ms: int) -> tuple[State, Effects]:
-        """Training wants its GPUs back: overlap slots are no longer usable."""
-        if wrong := wrong_batch(message.batch, self.config.train_steps):
-            return state, (Refuse(wrong),)
-        if message.batch <= state.trained or (
-            state.training_batch is not None and message.batch <= state.training_batch
+        """Training wants its GPUs back: overlap slots are no longer usable.
+
+        Batches are trained one after the other, each begun when the one before is finished. One that is further ahead is
+        refused: believed, it would make the batch that is really next look old, and nothing would ever be trained again.
+        """
+        if wrong := wrong_batch(message.batch, self.config.train_steps) or wrong_next_batch(
+            message.batch, state.trained
         ):
+            return state, (Refuse(wrong),)
+        if message.batch <= state.trained or state.training_batch is not None:
             return state, ()
-        # A batch that follows at once asks for nothing new: the GPUs are on their way since the first one asked.
-        by_ms = now_ms + self.config.return_ms if state.training_batch is None else state.return_by_ms
+        by_ms = now_ms + self.config.return_ms
         state = msgspec.structs.replace(state, training_batch=message.batch, return_by_ms=by_ms)
         return self._emit(_because(state, f"training.begin {message.batch}"), now_ms)
 
     def on_training_finished(self, state: State, message: TrainingFinished, now_ms: int) -> tuple[State, Effects]:
-        """Training is idle again, unless a later batch has begun since."""
+        """Training is idle again."""
         if wrong := wrong_batch(message.batch, self.config.train_steps):
             return state, (Refuse(wrong),)
         if message.batch <= state.trained:
             return state, ()
-        begun = state.training_batch
-        if begun is None or message.batch > begun:
+        if message.batch != state.training_batch:
             return state, (Refuse(f"training of batch {message.batch} is said to be finished and has not begun"),)
-        state = msgspec.structs.replace(state, trained=message.batch)
-        if begun > message.batch:
-            return state, ()
-        state = msgspec.structs.replace(state, training_batch=None, return_by_ms=0)
+        state = msgspec.structs.replace(state, trained=message.batch, training_batch=None, return_by_ms=0)
         return self._emit(_because(state, f"training.finished {message.batch}"), now_ms)
 
     def on_tick(self, state: State, now_ms: int) -> tuple[State, Effects]:

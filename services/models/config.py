@@ -6,38 +6,43 @@ Pure but for reading the one file. Anything the decoder would compute wrongly is
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
+from msgspec import Meta
 
 from services.jobfile import ConfigError
 
 ARCHITECTURES: Final = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 
 
+Size = Annotated[int, Meta(ge=1, le=10**9)]
+Positive = Annotated[float, Meta(gt=0, le=1e12)]
+
+
 class Llama3Scaling(msgspec.Struct, frozen=True, kw_only=True):
     """RoPE frequencies stretched for longer contexts, as Llama 3.1 defines it."""
 
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_position_embeddings: int
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Size
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Sizes and switches of a decoder; field names are Hugging Face's."""
 
     architecture: str
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    max_position_embeddings: int
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    num_key_value_heads: Size
+    head_dim: Size
+    rms_norm_eps: Positive
+    rope_theta: Positive
+    max_position_embeddings: Size
     tie_word_embeddings: bool
     attention_bias: bool = False
     mlp_bias: bool = False
@@ -60,13 +65,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"{path}: cannot be read ({error.strerror}); model.path must be a folder with config.json and "
                 "safetensors files, or 'builtin:tiny'"
             ) from error
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{path}: not a JSON object: {error}") from error
         return _convert(raw, path)
 
 
 def _convert(raw: dict[str, Any], path: Path) -> ModelConfig:
-    names: list[Any] = raw.get("architectures") or []
+    # Newer releases of transformers write `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
+    names: Any = raw.get("architectures") or []
+    rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    if not isinstance(names, list) or not isinstance(rope, dict):
+        raise ConfigError(f"{path}: architectures = {names!r} is no list, or rope parameters {rope!r} are no object")
     architecture = str(names[0]) if names else "none"
     if architecture not in ARCHITECTURES:
         raise ConfigError(
@@ -77,16 +86,14 @@ def _convert(raw: dict[str, Any], path: Path) -> ModelConfig:
         raise ConfigError(f"{path}: hidden_act {activation!r} is not supported; only 'silu' is")
     if raw.get("use_sliding_window"):
         raise ConfigError(f"{path}: use_sliding_window is not supported; use a model with full attention")
-    # Newer releases of transformers write `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
-    rope: dict[str, Any] = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    heads = raw.get("num_attention_heads")
+    heads, width = raw.get("num_attention_heads"), raw.get("hidden_size")
     derived = {
         "architecture": architecture,
         "rope_theta": rope.get("rope_theta", raw.get("rope_theta", 10000.0)),
         "rope_scaling": _scaling(rope, path),
         "num_key_value_heads": raw.get("num_key_value_heads") or heads,
         "head_dim": raw.get("head_dim")
-        or (raw.get("hidden_size", 0) // heads if isinstance(heads, int) and heads else 0),
+        or (width // heads if isinstance(width, int) and isinstance(heads, int) and heads else 0),
         "tie_word_embeddings": bool(raw.get("tie_word_embeddings", False)),
         "dtype": raw.get("dtype") or raw.get("torch_dtype") or "float32",
     }

@@ -6,9 +6,10 @@ import contextlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import msgspec
 import torch
@@ -21,8 +22,8 @@ from services.models.decoder import Decoder
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-SHARD_BYTES: Final = 128 << 20
-"""A shard is refetched whole when it is torn, and its checksum takes one core: so shards are kept well below a model."""
+SHARD_BYTES: Final = 64 << 20
+"""A shard is refetched whole when it is torn; and while one waits for the disk, the next ones are written and hashed."""
 _DTYPES: Final = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -40,6 +41,36 @@ _DTYPES: Final = {
 TINY: Final = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
+WRITERS: Final = min(4, os.cpu_count() or 1)
+"""Shards written at once: writing and hashing release the interpreter."""
+PIECE_BYTES: Final = 16 << 20
+"""Handed to a sink at once."""
+
+
+class Sink(Protocol):
+    """A file being written."""
+
+    def write(self, data: Any, /) -> Any:  # Any: whatever has a buffer
+        """The next bytes of it."""
+        ...
+
+
+Opener = Callable[[Path], contextlib.AbstractContextManager[Sink]]
+"""Opens a file that takes its place when the context ends without an error."""
+
+
+@contextlib.contextmanager
+def replacing(file: Path) -> Generator[Sink]:
+    """A new file that replaces `file` at the end.
+
+    Not in place: tensors that are written may be maps of the very file, and cutting it short would end the process.
+    """
+    part = file.with_name(f".{file.name}.part")
+    with part.open("wb", buffering=0) as opened:
+        yield opened
+    part.replace(file)
+
+
 def weight_files(directory: str | Path) -> list[Path]:
     """The safetensors files of a model folder, in name order. Raises ConfigError where one is missing."""
     base = Path(directory)
@@ -47,7 +78,7 @@ def weight_files(directory: str | Path) -> list[Path]:
         try:
             index = msgspec.json.decode((base / INDEX).read_bytes(), type=dict[str, Any])
             names = sorted(set(msgspec.convert(index.get("weight_map"), dict[str, str]).values()))
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise ConfigError(f"{base / INDEX}: not an index of safetensors shards: {error}") from error
         files = [base / name for name in names]
     else:
@@ -109,9 +140,16 @@ def apply_weights(model: nn.Module, tensors: Mapping[str, Tensor], where: str = 
 
 
 def save_weights(
-    model_state: Mapping[str, Tensor], directory: str | Path, shard_bytes: int = SHARD_BYTES
+    model_state: Mapping[str, Tensor],
+    directory: str | Path,
+    shard_bytes: int = SHARD_BYTES,
+    *,
+    opener: Opener = replacing,
 ) -> list[Path]:
-    """Write tensors as safetensors: one file, or shards of at most about `shard_bytes` with an index. Returns them all."""
+    """Write tensors as safetensors: one file, or shards of at most about `shard_bytes` with an index. Returns them all.
+
+    Each weight file is written through `opener`, several at once in threads.
+    """
     base = Path(directory)
     base.mkdir(parents=True, exist_ok=True)
     groups: list[dict[str, Tensor]] = [{}]
@@ -124,11 +162,12 @@ def save_weights(
         groups[-1][name] = value
         size += value.nbytes
     if len(groups) == 1:
-        _write(groups[0], base / SINGLE)
+        _write(groups[0], base / SINGLE, opener)
         return [base / SINGLE]
     files = [base / f"model-{number:05d}-of-{len(groups):05d}.safetensors" for number in range(1, len(groups) + 1)]
-    for file, group in zip(files, groups, strict=True):
-        _write(group, file)
+    with ThreadPoolExecutor(min(WRITERS, len(files)), thread_name_prefix="weights") as pool:
+        for done in [pool.submit(_write, group, file, opener) for group, file in zip(groups, files, strict=True)]:
+            done.result()
     weight_map = {name: file.name for file, group in zip(files, groups, strict=True) for name in group}
     total = sum(tensor.nbytes for group in groups for tensor in group.values())
     (base / INDEX).write_bytes(msgspec.json.encode({"metadata": {"total_size": total}, "weight_map": weight_map}))
@@ -167,7 +206,7 @@ def initial_model(job: JobFile, vocab_size: int | None = None) -> Path:
     return target
 
 
-def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
+def _write(tensors: Mapping[str, Tensor], file: Path, opener: Opener) -> None:
     """One safetensors file: the header's length, the header, each tensor's bytes. The library's writer takes 2-3 times as long."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -176,14 +215,19 @@ def _write(tensors: Mapping[str, Tensor], file: Path) -> None:
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = msgspec.json.encode(header)
     text += b" " * (-len(text) % 8)
-    part = file.with_name(f".{file.name}.part")
-    with part.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
+    with opener(file) as sink:
+        _write_all(sink, len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
             content: Any = tensor.reshape(-1).view(torch.uint8).numpy()  # Any: numpy's stubs know no buffers
-            opened.write(content)
-    # Not in place: the tensors may be maps of the very file that is replaced, and cutting it short would end the process.
-    part.replace(file)
+            _write_all(sink, content)
+
+
+def _write_all(sink: Sink, content: Any) -> None:  # Any: whatever has a buffer
+    """In pieces, so that a sink that hashes finds what it has just written in the processor's cache."""
+    view = memoryview(content).cast("B")
+    while view:
+        written = sink.write(view[:PIECE_BYTES])
+        view = view[written:]
 
 
 def _opened(file: Path) -> Any:

@@ -18,6 +18,11 @@ STEADY_MS = 30_000
 """A trainer that lived so long has not failed at start: the pause begins anew."""
 
 
+BEATS_A_LEASE = 6
+"""So many heartbeats may be lost or late before the orchestrator takes the node's workers for dead."""
+HEARTBEAT_MOST_MS = 5_000
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """One node. Times in ms."""
 
@@ -59,6 +64,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             run_dir=job.run_dir.resolve(),
             job_path=Path(job_path).resolve(),
             kill_grace_ms=job.timeouts.kill_grace_ms,
+            heartbeat_ms=min(HEARTBEAT_MOST_MS, job.timeouts.lease_ms // BEATS_A_LEASE),
         )
 
 

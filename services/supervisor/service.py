@@ -2,7 +2,9 @@
 
 Owns: operating-system processes of control services on this machine. Never takes part in any decision: a service
 that dies is started again after a back-off, and rebuilds itself from JetStream. The supervisor is the one process whose
-death PEARL does not survive by itself: under systemd or Kubernetes, that is their part (see deploy/).
+death PEARL does not survive by itself: under systemd or Kubernetes, that is their part (see deploy/). Killed, it leaves
+nothing running: a guard process (`guard.py`) ends the job as a stop would have, for a job without a supervisor would be in the
+way of the next one, and hold its GPUs.
 """
 
 from __future__ import annotations
@@ -50,6 +52,7 @@ class Supervisor:
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._lock: int | None = None
+        self._guard: asyncio.subprocess.Process | None = None
         self._on_event: Callable[[str], object] = on_event or str
         self.restarts: dict[str, int] = {}
 
@@ -60,6 +63,7 @@ class Supervisor:
         """
         (self.job.run_dir / "logs").mkdir(parents=True, exist_ok=True)
         self._lock = _locked(self.job)
+        self._guard = await self._spawn_guard(self._lock)
         if self.server is not None:
             await self.server.start()
             await self.server.prepare()
@@ -101,6 +105,7 @@ class Supervisor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if self.server is not None:
             await self.server.stop()
+        await self._dismiss_guard()
         os.close(self._lock)
         self._lock = None
 
@@ -112,6 +117,7 @@ class Supervisor:
             begun = loop.time()
             child = await self._spawn(process)
             self._children[process.name] = child
+            self._tell_guard(process.name, child.pid)
             status = await child.wait()
             if self._stopping.is_set():
                 return
@@ -150,6 +156,44 @@ class Supervisor:
                 start_new_session=True,
             )
 
+    async def _spawn_guard(self, lock: int) -> asyncio.subprocess.Process:
+        """It shares the lock: another supervisor begins when both have ended."""
+        return await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-I",
+            "-S",
+            str(Path(__file__).with_name("guard.py")),
+            str(self.job.run_dir.resolve()),
+            str(lock),
+            str(STOP_GRACE_S),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.DEVNULL,
+            stderr=asyncio.subprocess.DEVNULL,
+            pass_fds=(lock,),
+            start_new_session=True,
+        )
+
+    def _tell_guard(self, name: str, pid: int) -> None:
+        with contextlib.suppress(psutil.Error):  # it has ended already
+            self._write_guard({"name": name, "pid": pid, "start_time": psutil.Process(pid).create_time()})
+
+    def _write_guard(self, what: dict[str, object]) -> None:
+        if self._guard is not None and self._guard.stdin is not None and not self._guard.stdin.is_closing():
+            self._guard.stdin.write(msgspec.json.encode(what) + b"\n")
+
+    async def _dismiss_guard(self) -> None:
+        """All is ended: there is nothing to guard."""
+        guard = self._guard
+        if guard is None:
+            return
+        self._write_guard({"stopped": True})
+        if guard.stdin is not None:
+            with contextlib.suppress(OSError):  # somebody has killed it
+                await guard.stdin.drain()
+            guard.stdin.close()
+        await guard.wait()
+        self._guard = None
+
     async def _watch_server(self) -> None:
         """Restart the embedded NATS server, on the same port and store, when it dies."""
         assert self.server is not None
@@ -179,7 +223,7 @@ def _locked(job: JobFile) -> int:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        holder = os.pread(descriptor, 32, 0).decode(errors="replace") or "unknown"
+        holder = os.pread(descriptor, 32, 0).decode(errors="replace").strip() or "unknown"
         os.close(descriptor)
         raise ConfigError(
             f"job {job.job.name} runs already in {job.run_dir.absolute()} (process {holder}): stop it first, or give this one "

@@ -59,7 +59,7 @@ from pearl_state.orders import (
     update_order,
 )
 from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_of, roles_are_set
-from pearl_state.peers import wrong_batch, wrong_fact, wrong_weights
+from pearl_state.peers import wrong_batch, wrong_fact, wrong_next_batch, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 from services.toggle_manager.config import Config
@@ -168,7 +168,11 @@ class ToggleManagerCore:
             case NodeUp() as node:
                 state = self.on_node_up(state, node)
             case TrainingBegin() as begin:
-                if problem := wrong_batch(begin.batch, self.config.train_steps):
+                # Batch k trains version k: that one is published before it begins.
+                version = 0 if state.snapshot is None else state.snapshot.version
+                if problem := wrong_batch(begin.batch, self.config.train_steps) or wrong_next_batch(
+                    begin.batch, version - 1
+                ):
                     effects = (Refuse(problem),)
                 else:
                     state = msgspec.structs.replace(state, begun_batch=max(state.begun_batch, begin.batch))

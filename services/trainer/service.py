@@ -23,10 +23,10 @@ from typing import Any, Final, Protocol
 import msgspec
 
 from messages.agent import TurnFinished
-from messages.envelope import Message, UndecodableMessage, decode, encode
+from messages.envelope import Message, UndecodableMessage, encode
 from messages.monitor import DeadLetter
 from messages.pipeline_scheduler import BatchReady, StepFinished, WeightsPublished
-from messages.subjects import event_subject, message_id, stream, subject_of
+from messages.subjects import decode_on, event_subject, message_id, stream, subject_of
 from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
 from services.connect import connect
@@ -156,7 +156,7 @@ class Trainer:
     async def _listen(self, commands: Subscription) -> None:
         async for delivery in commands:
             try:
-                command = decode(delivery.data, TrainerResume, TrainerRelease)
+                command = decode_on(self._name, delivery.subject, delivery.data, TrainerResume, TrainerRelease)
             except UndecodableMessage as error:
                 await self._dead_letter(delivery, error.reason)
                 continue
@@ -263,7 +263,7 @@ class Trainer:
         if delivery is None:
             return None
         try:
-            return decode(delivery.data, BatchReady)
+            return decode_on(self._name, delivery.subject, delivery.data, BatchReady)
         except UndecodableMessage as error:
             await self._dead_letter(delivery, error.reason)
             return None
@@ -283,7 +283,7 @@ class Trainer:
         async for delivery in turns:
             if delivery.seq in wanted:
                 with contextlib.suppress(UndecodableMessage):  # counted as missing, with its sequence
-                    records[delivery.seq] = decode(delivery.data, TurnFinished)
+                    records[delivery.seq] = decode_on(self._name, delivery.subject, delivery.data, TurnFinished)
         return records
 
     # ---- news ----

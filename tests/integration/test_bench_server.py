@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.bench import engine, processes, router, stream, table
+from services.bench import engine, processes, router, scale, stream, table
 
 
 async def test_table_figures(tmp_path: Path) -> None:
@@ -32,3 +32,13 @@ async def test_engine_figures(tmp_path: Path) -> None:
 
 async def test_the_bare_turn_costs_something(tmp_path: Path) -> None:
     assert await processes.bare_turn_ms(tmp_path, 50) >= 0
+
+
+async def test_scale_counts_plans_and_heartbeats(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = await scale.measure(tmp_path, workers=4, seconds=8.0, period_s=3.0, time_scale=200.0, say=said.append)
+    assert run.workers == 4 and run.heartbeats > 0 and not run.restarts
+    assert run.plans >= 1 and run.propagation_ms, "a reclaimed worker is a plan, and an epoch"
+    assert {"orchestrator", "router", "nats-server", "emulated_fleet"} <= run.memory.keys() == run.cpu_s.keys()
+    assert all(len(samples) == len(run.at_s) for samples in run.memory.values())
+    assert said

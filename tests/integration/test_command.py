@@ -121,6 +121,25 @@ def test_the_end_of_its_terminal_ends_a_demo(folder: Path) -> None:
         assert process.returncode == 130
 
 
+def test_a_killed_supervisor_takes_its_processes_with_it(folder: Path) -> None:
+    """Else they would run on without one, in the way of the next run."""
+    with demo(folder, "--data-dir", str(folder / ODD)) as process:
+        assert process.stdout is not None and "starting" in process.stdout.readline()
+        job = next((folder / ODD).glob("demo-*/job.toml"))
+        begun = time.monotonic()
+        while not list((job.parent / "demo" / "pids").glob("*-w*.json")):  # a node agent has launched a worker
+            assert time.monotonic() - begun < 60
+            time.sleep(0.1)
+        process.kill()
+        process.wait()
+        said = pearl(folder, "up", "-c", str(job))
+        assert said.returncode == 2 and "runs already" in said.stderr, "not before the last run has ended"
+        begun = time.monotonic()
+        while left := running(job.parent):
+            assert time.monotonic() - begun < 60, left
+            time.sleep(0.1)
+
+
 def test_a_job_that_runs_is_not_started_a_second_time(folder: Path) -> None:
     with demo(folder, "--data-dir", str(folder / ODD)) as process:
         assert process.stdout is not None and "starting" in process.stdout.readline()

@@ -120,19 +120,31 @@ def test_training_has_its_gpus_between_begin_and_finished() -> None:
     assert [(each.training_batch, each.overlap) for each in found] == [(None, ("t0-w0",))]
 
 
-def test_overlap_slots_are_left_by_a_deadline_that_counts_from_the_first_asking() -> None:
-    _, found, _ = run((0, Tick()), (1000, TrainingBegin(batch=0)), (4000, TrainingBegin(batch=1)))
-    by_ms = 1000 + JOB.timeouts.return_ms
-    assert [budget.leaving for budget in found[1:]] == [(Leave("t0-w0", by_ms),)] * 2
-    finished = TrainingFinished(batch=1, version=PolicyVersion(2))
-    _, found, _ = run((0, Tick()), (1000, TrainingBegin(batch=1)), (9000, finished), (9500, TrainingBegin(batch=2)))
-    assert found[2].leaving == () and found[3].leaving == (Leave("t0-w0", 9500 + JOB.timeouts.return_ms),)
+def test_overlap_slots_are_left_by_a_deadline_that_counts_from_the_asking() -> None:
+    begun, found, _ = run((0, Tick()), (1000, TrainingBegin(batch=0)), (4000, TrainingBegin(batch=0)))
+    assert [budget.leaving for budget in found[1:]] == [(Leave("t0-w0", 1000 + JOB.timeouts.return_ms),)]
+    finished = TrainingFinished(batch=0, version=PolicyVersion(1))
+    _, found, _ = run((9000, finished), (9500, TrainingBegin(batch=1)), state=begun)
+    assert found[0].leaving == () and found[1].leaving == (Leave("t0-w0", 9500 + JOB.timeouts.return_ms),)
 
 
 def test_finished_of_an_older_batch_does_not_end_the_newer_one() -> None:
     old = TrainingFinished(batch=0, version=PolicyVersion(1))
-    state, found, _ = run((0, Tick()), (1, TrainingBegin(batch=0)), (2, TrainingBegin(batch=1)), (3, old))
-    assert state.training_batch == 1 and found[-1].training_batch == 1
+    state, _, refusals = run(
+        (0, Tick()), (1, TrainingBegin(batch=0)), (2, old), (3, TrainingBegin(batch=1)), (4, old), (5, old)
+    )
+    assert (state.training_batch, state.trained, refusals) == (1, 0, [])
+
+
+def test_a_batch_out_of_turn_does_not_stand_in_the_way_of_the_next() -> None:
+    """It is one that the job has, only not now: believed, batches 0 to 4 would look old and never be trained."""
+    before, _, _ = run((0, Tick()))
+    state, found, refusals = run((1, TrainingBegin(batch=5)), (2, TrainingBegin(batch=1)), state=before)
+    assert (state, found) == (before, []) and refusals[0].startswith("batch 5 begins, but batch 0 is next")
+    state, _, _ = run((3, TrainingBegin(batch=0)), (4, TrainingBegin(batch=1)), state=before)
+    assert state.training_batch == 0
+    state, _, refusals = run((5, TrainingFinished(batch=0, version=PolicyVersion(1))), state=state)
+    assert (state.trained, refusals) == (0, [])
 
 
 @pytest.mark.parametrize(
