@@ -10,6 +10,7 @@ and no bubble ratio is needed: how many decode at once is a result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -37,7 +38,7 @@ def phases_of(batch: Sequence[Turns], scale: float = 1.0) -> tuple[Phase, ...]:
     longest = lengths[-1]
     # Edges at quantiles of the lengths, so that the tail has phases of its own.
     edges = sorted({0, longest, *(lengths[(len(lengths) - 1) * cut // (PHASES - 1)] for cut in range(PHASES))})
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     totals = [[0.0] * 6 for _ in spans]  # turns, new, replied, reply, context * reply, env
     for turns in batch:
         context, before, place = 0.0, 0.0, 0

@@ -27,16 +27,19 @@ from services.timing.hardware import BUILT_IN, Hardware, Value, load
 OBSERVED_STEPS: Final = 4
 CONSTANT_ERROR: Final = 0.10
 """Each constant that the predictor knows is wrong by a factor exp(N(0, this))."""
-NOISE: Final = Noise(speed=0.02, edge_s=0.02)
+NOISE: Final = Noise(speed=0.01, edge_s=0.02)
 REALISED_NOISE: Final = 0.01
 """Standard deviation of what a realised makespan is measured wrong by."""
-DRAWS: Final = 4
+DRAWS: Final = 6
 """Fresh batches over which configurations are measured."""
-DROP_AFTER: Final = (1.15, 1.08, 1.05)
+DROP_AFTER: Final = (1.12, 1.06, 1.04, 1.03, 1.02)
 """After so many draws a configuration this much slower than the best is measured no further: it cannot be the best."""
 MODES_DIFFER: Final = 0.05
 LEAST_PROBE_COST: Final = 0.05
 """Share of a batch that the one probe may be predicted to cost (`decision.probe_share`)."""
+MOST_REPLY: Final = 2048
+"""Tokens that a turn may generate: jobs bound it."""
+MOST_NEW: Final = 8192
 STATIC: Final = (2, 3)
 """P:D of the static baseline: the paper's choice at the fewest GPUs of its Table 2."""
 
@@ -102,28 +105,35 @@ def random_setting(seed: int, least: int = 2, most: int = 32) -> Setting:
         hardware,
         host_s=Value(hardware.host_s.value * log_uniform(0.5, 2), "varied"),
         transfer_bytes_per_s=Value(hardware.transfer_bytes_per_s.value * log_uniform(0.03, 1), "varied"),
-        prefill_attention_s_per_pair=Value(
-            hardware.prefill_attention_s_per_pair.value * log_uniform(0.5, 2), "varied"
-        ),
+        prefill_attention_s_per_pair=Value(hardware.prefill_attention_s_per_pair.value * log_uniform(0.5, 2), "varied"),
         linear=msgspec.structs.replace(
-            hardware.linear, seconds=tuple(s * f for s, f in zip(hardware.linear.seconds, _ramp(log_uniform(0.5, 3), len(hardware.linear.seconds)), strict=True))
+            hardware.linear,
+            seconds=tuple(
+                s * f
+                for s, f in zip(
+                    hardware.linear.seconds, _ramp(log_uniform(0.5, 3), len(hardware.linear.seconds)), strict=True
+                )
+            ),
         ),
     )
     kv_tokens = round(log_uniform(80_000, 800_000))
-    workers = random.randint(least, most)
-    batch = max(8, min(128, round(workers * log_uniform(2, 16))))
-    turns = max(3, min(round(log_uniform(6, 40)), 960 // batch))
+    workers = round(log_uniform(least, most))
+    batch = max(8, min(96, round(workers * log_uniform(2, 12))))
+    turns = max(10, min(round(log_uniform(10, 40)), 1200 // batch))
     new, reply, env = log_uniform(0.5, 8), log_uniform(0.3, 2), log_uniform(0.05, 3)
     limit = min(hardware.max_context_tokens, kv_tokens) - 1
     pool: list[Trajectory] = []
     for each in random.sample(trajectories(load_workload("swebench-mini")), 200):
         scaled_turns = tuple(
-            Turn(max(1, round(t.new * new)), max(1, round(t.reply * reply)), t.env_s * env) for t in each
+            Turn(
+                max(1, min(MOST_NEW, round(t.new * new))),
+                max(1, min(MOST_REPLY, round(t.reply * reply))),
+                t.env_s * env,
+            )
+            for t in each
         )
         pool.append(cut(scaled_turns, limit, max(1, round(turns * random.uniform(0.6, 1.4)))))
-    site = Site(
-        hardware=hardware, max_running=64, chunk_tokens=random.choice((512, 2048, 8192)), kv_tokens=kv_tokens
-    )
+    site = Site(hardware=hardware, max_running=64, chunk_tokens=random.choice((512, 2048, 8192)), kv_tokens=kv_tokens)
     return Setting(site=site, pool=tuple(pool), batch=batch, workers=workers)
 
 
@@ -149,7 +159,9 @@ def measure(setting: Setting, workers: Workers, seed: int) -> Measured:
     return judge.measure(draw(setting, seed))
 
 
-def sample_of(batches: Sequence[Sequence[Trajectory]], most: int = 64, most_turns: int = 2560) -> tuple[tuple[int, ...], ...]:
+def sample_of(
+    batches: Sequence[Sequence[Trajectory]], most: int = 64, most_turns: int = 2560
+) -> tuple[tuple[int, ...], ...]:
     """The newest trajectories as `workload.profile/1` has them."""
     found: list[tuple[int, ...]] = []
     turns = 0
