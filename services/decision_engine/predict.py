@@ -25,6 +25,8 @@ SHORTLIST: Final = 4
 """Configurations that are replayed, beside colocation and those that must be judged."""
 GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+LEAST_MISSED: Final = 0.1
+"""Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
 """Workers of a replay that stands for a larger cluster: enough for any ratio."""
 
@@ -47,6 +49,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     sample: tuple[tuple[int, ...], ...] = ()
     observed: tuple[Observed, ...] = ()
     limits: Limits = Limits()
+    measured_on: Counts | None = None  # the configuration under which `dL` was measured; None: not known
     quick: bool = False  # rank by the queueing network, replay nothing
 
     @property
@@ -76,6 +79,8 @@ class _Key(msgspec.Struct, frozen=True):
     transfer_s: float
     capacity: float
     workers: int
+    computed: float  # prompt tokens a turn
+    measured_on: Counts | None
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
@@ -111,6 +116,8 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         transfer_s=per_token / profile.bandwidth_bytes_per_s,
         capacity=profile.kv_capacity_bytes_per_worker / per_token,
         workers=workers,
+        computed=profile.dL,
+        measured_on=evidence.measured_on,
     )
 
 
@@ -135,7 +142,31 @@ def _model(key: _Key) -> _Model:
         chunk=key.limits.chunk_tokens,
         max_running=key.limits.max_running,
     )
+    machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+
+
+def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) -> float:
+    """The share of turns whose prefix was not found though it should have been, from the prompt tokens that were computed.
+
+    What a turn computes if every prefix is found that nothing evicted is replayed, on the configuration under which `dL` was
+    measured; what was computed beyond that, of all that could have been, is put down to rewritten histories.
+    """
+    turns = sum(len(each) for each in batch)
+    if key.measured_on is None or not turns:
+        return 0.0
+    found = replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns
+    whole = 0.0
+    for each in batch:
+        context = 0.0
+        for new, reply, _ in each:
+            context += new
+            whole += context
+            context += reply
+    whole /= turns
+    if key.computed <= found * (1 + LEAST_MISSED) or whole <= found:
+        return 0.0
+    return min(1.0, (key.computed - found) / (whole - found))
 
 
 @lru_cache(maxsize=512)

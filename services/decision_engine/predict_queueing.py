@@ -79,7 +79,8 @@ def makespan_s(phases: Sequence[Phase], machine: Machine, prefill: int, decode: 
 def _colocated_cycle_s(phase: Phase, machine: Machine, workers: int) -> float:
     """One turn: a prompt waits for the group before it; decoding is stretched by the prompts computed meanwhile."""
     each = phase.active / workers  # trajectories a worker
-    work_s = phase.new * machine.prefill_s
+    missed = machine.missed
+    work_s = (phase.new * (1 - missed) + phase.context * missed) * machine.prefill_s
     decoding = each * 0.5
     cycle_s = 0.0
     for _ in range(ITERATIONS):
@@ -102,16 +103,18 @@ def _disaggregated_cycle_s(phase: Phase, machine: Machine, prefill: int, decode:
     if active <= 0:
         return phase.env_s
     others = max(0.0, active - 1) / active
-    tokens = phase.new + phase.replied
+    missed = machine.missed
+    tokens = (phase.new + phase.replied) * (1 - missed) + phase.context * missed
+    lacking = phase.new * (1 - missed) + phase.context * missed
     alone_s = machine.fixed_s + tokens * machine.prefill_s
     # Waiting prompts share a chunk's fixed cost.
     together_s = machine.fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
-    link_s = phase.new * machine.transfer_s
+    link_s = lacking * machine.transfer_s
     queue, decoding, sending = active / 4 / prefill, active / 2, 0.0
     cycle_s = 0.0
     for _ in range(ITERATIONS):
         prefill_s = alone_s + together_s * queue * others
-        hand_s = min(phase.new, machine.chunk) * machine.transfer_s + link_s * sending * others
+        hand_s = min(lacking, machine.chunk) * machine.transfer_s + link_s * sending * others
         iteration_s = machine.fixed_s + machine.kv_s * phase.context * max(1.0, 1 + decoding * others / decode)
         decode_s = max(phase.reply - 1, 0.0) * iteration_s
         cycle_new = phase.env_s + prefill_s + hand_s + decode_s

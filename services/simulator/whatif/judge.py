@@ -28,11 +28,15 @@ TOKENS_PER_REQUEST = 256
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """`new` prompt tokens join the context, `reply` are generated, then the environment takes `env_s`."""
+    """`new` prompt tokens join the context, `reply` are generated, then the environment takes `env_s`.
+
+    `fresh`: the agent has rewritten its history, as long as before: no cached prefix fits it.
+    """
 
     new: int
     reply: int
     env_s: float
+    fresh: bool = False
 
 
 Trajectory = tuple[Turn, ...]
@@ -173,6 +177,10 @@ class Judge:
         ends: list[float] = []
         change_s = 0.0
 
+        def add() -> None:
+            assert change is not None
+            self._add(Workers(colocated=change.workers))
+
         def finished() -> None:
             nonlocal change_s
             ends.append(self._now_s)
@@ -180,11 +188,11 @@ class Judge:
                 self._next_turn(waiting.pop())
             if change is not None and len(batch) - len(ends) == change.remaining:
                 change_s = self._now_s
-                self._at(self._now_s + change.delay_s, lambda: self._add(Workers(colocated=change.workers)))
+                self._at(self._now_s + change.delay_s, add)
 
         self._finished = finished
         if change is not None and change.remaining >= len(batch):
-            self._at(change.delay_s, lambda: self._add(Workers(colocated=change.workers)))
+            self._at(change.delay_s, add)
         for _ in range(min(self._most, len(batch))):
             self._next_turn(waiting.pop())
         events = self._events
@@ -251,6 +259,8 @@ class Judge:
         session = self._sessions[key]
         turn = session.turns[session.turn]
         session.context += turn.new
+        if turn.fresh:
+            session.name += "'"
         room = self._limit - session.context - turn.reply
         if room < 1:  # the context is full: the trajectory is truncated here
             self._finished()

@@ -30,9 +30,9 @@ CONSTANT_ERROR: Final = 0.10
 NOISE: Final = Noise(speed=0.01, edge_s=0.02)
 REALISED_NOISE: Final = 0.01
 """Standard deviation of what a realised makespan is measured wrong by."""
-DRAWS: Final = 6
+DRAWS: Final = 4
 """Fresh batches over which configurations are measured."""
-DROP_AFTER: Final = (1.12, 1.06, 1.04, 1.03, 1.02)
+DROP_AFTER: Final = (1.08, 1.04, 1.03)
 """After so many draws a configuration this much slower than the best is measured no further: it cannot be the best."""
 MODES_DIFFER: Final = 0.05
 LEAST_PROBE_COST: Final = 0.05
@@ -116,23 +116,25 @@ def random_setting(seed: int, least: int = 2, most: int = 32) -> Setting:
             ),
         ),
     )
-    kv_tokens = round(log_uniform(80_000, 800_000))
     workers = round(log_uniform(least, most))
-    batch = max(8, min(96, round(workers * log_uniform(2, 12))))
-    turns = max(10, min(round(log_uniform(10, 40)), 1200 // batch))
-    new, reply, env = log_uniform(0.5, 8), log_uniform(0.3, 2), log_uniform(0.05, 3)
-    limit = min(hardware.max_context_tokens, kv_tokens) - 1
+    batch = max(8, min(64, round(workers * log_uniform(1.5, 10))))
+    turns = max(8, min(round(log_uniform(10, 30)), 500 // batch))
+    new, reply, env = log_uniform(0.5, 6), log_uniform(0.3, 2), log_uniform(0.05, 3)
+    rewritten = random.choice((0.0, random.random(), 1.0))
     pool: list[Trajectory] = []
     for each in random.sample(trajectories(load_workload("swebench-mini")), 200):
-        scaled_turns = tuple(
+        longer = tuple(
             Turn(
                 max(1, min(MOST_NEW, round(t.new * new))),
                 max(1, min(MOST_REPLY, round(t.reply * reply))),
                 t.env_s * env,
+                random.random() < rewritten,
             )
             for t in each
         )
-        pool.append(cut(scaled_turns, limit, max(1, round(turns * random.uniform(0.6, 1.4)))))
+        pool.append(cut(longer, hardware.max_context_tokens - 1, max(1, round(turns * random.uniform(0.6, 1.4)))))
+    longest = sum(sum(t.new + t.reply for t in each) for each in pool) / len(pool)
+    kv_tokens = max(hardware.max_context_tokens * 2, round(log_uniform(1, 10) * longest * batch / workers))
     site = Site(hardware=hardware, max_running=64, chunk_tokens=random.choice((512, 2048, 8192)), kv_tokens=kv_tokens)
     return Setting(site=site, pool=tuple(pool), batch=batch, workers=workers)
 
@@ -188,7 +190,7 @@ def profile_of(
     unpacked = [tuple((t.new, t.reply, t.env_s) for t in trajectory) for trajectory in newest]
     context = predict.decode_context(unpacked)
     slowest = max(newest, key=lambda trajectory: (len(trajectory), sum(turn.env_s for turn in trajectory)))
-    workers, measured = last
+    _, measured = last
     new = max(1, round(sum(turn.new for turn in turns) / len(turns)))
     decode_share_s = measured.decode_s * replies / max(1, measured.iterations)
     return WorkloadProfile(
@@ -266,7 +268,9 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
             profile = profile_of(setting, batches, last, errors)
-            evidence = predict.Evidence(sample=profile.sample, observed=tuple(observed), limits=limits)
+            evidence = predict.Evidence(
+                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=_counts(last[0])
+            )
             options = predict.candidates(profile, setting.workers, evidence, judged=[_counts(running)])
             best = predict.best(options)
             assert best is not None
@@ -284,7 +288,9 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         last = (running, measured)
         profile = profile_of(setting, batches, last, errors)
         # Predicted for the very batch that ran: its luck is not an error of the model.
-        own = predict.Evidence(sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits)
+        own = predict.Evidence(
+            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=_counts(running)
+        )
         predicted = predict.predicted_s(profile, _counts(running), own)
         realised_s = measured.makespan_s * math.exp(random.gauss(0, REALISED_NOISE))
         observed.append(Observed(*_counts(running), predicted, realised_s, step))
