@@ -82,6 +82,7 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     # What the policy "planner" predicts from, beside `profile`; empty: the closed forms decided (docs/decisions.md).
     sample: tuple[tuple[int, ...], ...] = ()  # as in workload.profile/1
     observed: tuple[Observed, ...] = ()
+    measured_on: tuple[int, int, int] | None = None  # (prefill, decode, colocated) that served while `dL` was measured
     limits: dict[str, float] = {}  # of a worker's engine, and of how much is replayed
     stakes: dict[str, float] = {}  # what a change costs and how long it is likely to pay
     quick: bool = False  # a shrink that could not wait for a replay: ranked by the queueing network alone

@@ -232,6 +232,7 @@ class DecisionEngineCore:
                 record,
                 sample=question.evidence.sample,
                 observed=question.evidence.observed,
+                measured_on=question.evidence.measured_on,
                 limits={**question.evidence.limits.numbers(), "probe_share": question.probe_share},
                 stakes=question.stakes.numbers(),
                 quick=question.evidence.quick,
@@ -275,6 +276,7 @@ class DecisionEngineCore:
             sample=profile.sample,
             observed=state.learned.observed,
             limits=self.config.planner.limits,
+            measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
         )
 
@@ -323,6 +325,13 @@ class DecisionEngineCore:
 def _wrong_costs(profile: WorkloadProfile) -> str:
     wrong = next((name for name, cost in sorted(profile.costs.items()) if not 0 <= cost < MOST_SECONDS), None)
     return "" if wrong is None else f"{brief(wrong, 40)} costs {profile.costs[wrong]} s"
+
+
+def _serving(counts: Counts | None) -> Counts | None:
+    """A configuration that can serve: a table in transit may show half of one."""
+    if counts is None or not (counts[2] or (counts[0] and counts[1])):
+        return None
+    return (0, 0, counts[2]) if counts[2] else counts
 
 
 def describe(target: TargetConfiguration) -> str:

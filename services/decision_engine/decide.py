@@ -175,7 +175,13 @@ def _evidence_of(record: DecisionRecord) -> Evidence | None:
     if record.policy != "planner" or not record.limits:
         return None
     limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__}
-    return Evidence(sample=record.sample, observed=record.observed, limits=Limits(**limits), quick=record.quick)
+    return Evidence(
+        sample=record.sample,
+        observed=record.observed,
+        measured_on=record.measured_on,
+        limits=Limits(**limits),
+        quick=record.quick,
+    )
 
 
 def _running(incumbent: Incumbent | None, *, full: bool) -> Running | None:

@@ -44,6 +44,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     observed: tuple[Observed, ...] = ()
     served: tuple[Served, ...] = ()  # since the last batch ended; the last one serves now
     broken: bool = False  # too many configurations since then
+    most: Counts | None = None  # what served most of the last batch
     ended_ms: int = 0  # the last batch ended; 0: none has
     period_s: float = 0.0  # between two ends of batches, moving average; 0: not known
     seen_ms: int = 0  # the last budget
@@ -90,6 +91,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             self,
             served=(Served(self.served[-1].counts, now_ms),) if self.served else (),
             broken=False,
+            most=self.measured_on(now_ms),
             ended_ms=now_ms,
             trial_batches=self.trial_batches + 1 if self.holding is not None else 0,
         )
@@ -106,6 +108,20 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         ):
             new = msgspec.structs.replace(new, holding=None, trial_batches=0)
         return new
+
+    def measured_on(self, now_ms: int = 0) -> Counts | None:
+        """What served longest since the last batch ended; without a time, what served most of the last one."""
+        if not now_ms and self.most is not None:
+            return self.most
+        lasted: dict[Counts, int] = {}
+        ends = [
+            *(each.since_ms for each in self.served[1:]),
+            max(now_ms, self.served[-1].since_ms) if self.served else 0,
+        ]
+        for each, end_ms in zip(self.served, ends, strict=False):
+            if sum(each.counts):
+                lasted[each.counts] = lasted.get(each.counts, 0) + end_ms - each.since_ms
+        return max(lasted, key=lambda counts: lasted[counts], default=None)
 
     def on_trial(self, counts: Counts | None) -> Learned:
         """A decision was made: of a trial, or (None) of none, which ends one."""
