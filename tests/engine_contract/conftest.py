@@ -11,13 +11,16 @@ import msgspec
 import pytest
 
 from messages.ids import PolicyVersion, Role
-from services.jobfile import JobFile, JobSection, RolloutSection
+from services.jobfile import JobFile, JobSection, RolloutSection, SglangSection
 from services.rollout_worker.engines.base import Engine
 from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
 from services.rollout_worker.engines.kv_transfer import Limits
+from services.rollout_worker.engines.sglang.engine import SglangEngine
+from services.rollout_worker.engines.sglang.server import MODES
 from services.snapshot import write_folder
 from services.timing import hardware
 from services.timing.hardware import Value
+from tests.sglang_stand_in import StandIn
 
 VOCAB = 40
 
@@ -45,6 +48,14 @@ class Kit(Protocol):
         """No request, connection or memory of one is left."""
         ...
 
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        """A context is on its way from one to the other."""
+        ...
+
+    def sever(self, prefill: Any) -> None:
+        """Its connections to decode engines end, as those of a process that dies."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -63,6 +74,13 @@ class _Made:
     async def stop(self) -> None:
         for engine in self._engines:
             await engine.stop()
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return bool(decode._receiving and prefill._senders)
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._prefill_side._connections):
+            connection.cancel()
 
 
 class EmulatedKit(_Made):
@@ -154,6 +172,71 @@ class TorchKit(_Made):
         return not (requests or rooms) and pool.available == pool.capacity
 
 
+class StandInKit(_Made):
+    """The engine `sglang` on stand-ins for its servers, which it adopts."""
+
+    name = "sglang-stand-in"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._servers: list[StandIn] = []
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> SglangEngine:
+        wanted = RolloutSection(
+            engine="sglang", sglang=SglangSection(args=("--enable-deterministic-inference",)), **options
+        )
+        server = StandIn(
+            slow_s=0.004 if slow else 0.0,
+            limit=wanted.kv_cache_tokens,
+            running=wanted.max_running,
+            mode=MODES[role],
+        )
+        self._servers.append(server)
+        room_s = (limits or Limits()).room_s
+        adopt = await server.start()
+        engine = SglangEngine(wanted, "cpu", "", self._folder / "log", adopt=adopt, room_s=room_s)
+
+        async def relaunch(role: Role) -> None:
+            """What a launched server's end and new beginning come to; real ones do it in `make sglang-test`."""
+            server.mode, server.version = MODES[role], "default"
+
+        engine._server.relaunch = relaunch  # type: ignore[method-assign]
+        return await self.begin(engine, self, role, version)
+
+    def snapshot(self, version: int) -> str:
+        return write_folder(lambda draft: _touch(draft), self._folder, version, keep=100).uri
+
+    def bad_snapshot(self) -> str:
+        empty = self._folder / "empty"
+        empty.mkdir(parents=True)
+        return str(empty)
+
+    def idle(self, engine: Any) -> bool:
+        return not (engine._replies or engine._rooms.open)
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return any(room.joined.done() for room in prefill._rooms._rooms.values())
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._rooms._connections):
+            connection.cancel()
+
+    async def stop(self) -> None:
+        await super().stop()
+        for server in self._servers:
+            await server.stop()
+        assert not [sin for server in self._servers for sin in server.sins]
+
+
 @pytest.fixture(scope="session")
 def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     torch = pytest.importorskip("torch")
@@ -173,13 +256,15 @@ def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return folders
 
 
-@pytest.fixture(params=["torch", "emulated"])
+@pytest.fixture(params=["torch", "emulated", "sglang-stand-in"])
 async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
     made: Any
     if request.param == "torch":
         made = TorchKit(request.getfixturevalue("torch_snapshots"), tmp_path)
-    else:
+    elif request.param == "emulated":
         made = EmulatedKit(tmp_path / "snapshots")
+    else:
+        made = StandInKit(tmp_path / "snapshots")
     yield made
     async with asyncio.timeout(10):
         await made.stop()
