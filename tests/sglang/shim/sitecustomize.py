@@ -18,18 +18,18 @@ class _Before(importlib.abc.MetaPathFinder):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def find_spec(self, name, path=None, target=None):  # noqa: ANN001, ANN201
+    def find_spec(self, name, path=None, target=None):
         if name != self._name:
             return None
         sys.meta_path.remove(self)
         return self.found(name)
 
-    def found(self, name: str):  # noqa: ANN201
+    def found(self, name: str):
         return None
 
 
 class _Torchvision(_Before):
-    def found(self, name: str):  # noqa: ANN201
+    def found(self, name: str):
         import torch
 
         library = torch.library.Library("torchvision", "DEF")
@@ -39,7 +39,7 @@ class _Torchvision(_Before):
 
 
 class _Mooncake(_Before):
-    def found(self, name: str):  # noqa: ANN201
+    def found(self, name: str):
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module

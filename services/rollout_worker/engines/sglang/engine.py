@@ -96,7 +96,8 @@ class SglangEngine:
         self._snapshot = ""
         self._released = False
         self._paused = ""  # the mode
-        self._context_limit = 0
+        self._context_limit = 0  # tokens of context and reply together
+        self._input_limit = 0  # tokens that can be submitted: a little less
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._aborted: set[str] = set()
@@ -122,9 +123,13 @@ class SglangEngine:
         return self._server.api
 
     async def start(self) -> None:
-        await self._rooms.start()
-        await self._server.start(self.role)
-        await self._look()
+        try:
+            await self._rooms.start()
+            await self._server.start(self.role)
+            await self._look()
+        except EngineError:
+            await self.stop()
+            raise
 
     async def stop(self) -> None:
         await self._rooms.stop()
@@ -152,9 +157,11 @@ class SglangEngine:
             raise EngineError(f"SGLang {info.get('version')} at {self._api.url} lacks {', '.join(missing)}")
         for consequence in consequences:
             log.warning(f"SGLang {info.get('version')}: {consequence}", action="sglang.surface")
-        limits = (info.get("max_total_num_tokens"), info.get("context_length"), info.get("max_req_input_len"))
+        limits = (info.get("max_total_num_tokens"), info.get("context_length"))
         known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
         self._context_limit = min([*known, self._rollout.kv_cache_tokens])
+        most = info.get("max_req_input_len")
+        self._input_limit = min(self._context_limit, most) if isinstance(most, int) else self._context_limit
         if self._server.adopted:
             mode = described.get("disaggregation_mode", "null")
             self.role = self._server.role = next((role for role, name in MODES.items() if name == mode), Role.COLOCATED)
@@ -354,7 +361,7 @@ class SglangEngine:
             return "the prompt is empty"
         if min(itertools.chain(spec.prompt, spec.prefix)) < 0:
             return "token ids must not be negative"
-        if len(spec.prompt) + len(spec.prefix) >= self._context_limit:
+        if len(spec.prompt) + len(spec.prefix) >= self._input_limit:
             return f"{len(spec.prompt) + len(spec.prefix)} tokens leave no room in a context of {self._context_limit}"
         if self.role is not Role.COLOCATED and (not spec.bootstrap_host or spec.bootstrap_room < 0):
             return f"a {self.role} engine needs the bootstrap triple"

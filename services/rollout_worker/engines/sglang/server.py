@@ -166,6 +166,12 @@ class Server:
         await self._end()
         await self.api.close()
 
+    def kill(self) -> None:
+        """End a launched one at once, outside an event loop."""
+        for member in self._family():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+
     async def _end(self) -> None:
         process, self._process = self._process, None
         if process is None:

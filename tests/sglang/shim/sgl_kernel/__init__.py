@@ -22,7 +22,7 @@ def assign_req_to_token_pool_cpu(
         taken += last - first
 
 
-def __getattr__(name: str):  # noqa: ANN202
+def __getattr__(name: str):
     if name.startswith("__"):
         raise AttributeError(name)
 
