@@ -81,8 +81,24 @@ class NodeSection(_Section, frozen=True, kw_only=True):
     address: str = "127.0.0.1"  # where workers of other nodes reach this one's, to fetch KV; also what those listen on
 
 
+class SglangSection(_Section, frozen=True, kw_only=True):
+    """Engine "sglang": the servers that workers launch, or find running."""
+
+    python: str = ""  # interpreter of the environment that has SGLang; "": this one
+    args: tuple[str, ...] = ()  # further arguments of sglang.launch_server, after those that the worker sets
+    decode_args: tuple[str, ...] = ()  # and for servers in the role decode
+    env: dict[str, str] = {}  # further environment variables
+    ready_s: PositiveFloat = 900.0  # a server that takes no requests after so long has failed
+    transfer_backend: str = "mooncake"  # of KV caches between prefill and decode servers
+    role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
+    decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
+    memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
+
+
 class RolloutSection(_Section, frozen=True, kw_only=True):
-    engine: str = "torch"  # "torch", or "emulated" (no model: see [emulation]); "sglang" follows
+    engine: str = "torch"  # "torch", "sglang" (see [rollout.sglang]), or "emulated" (no model: see [emulation])
+    sglang: SglangSection = SglangSection()
     gpus_per_worker: PositiveInt = 1  # tensor-parallel degree; a node's GPUs make whole workers
     max_running: PositiveInt = 64  # requests decoded together in one worker; more wait in it
     kv_cache_tokens: PositiveInt = 65536  # KV cache of one worker

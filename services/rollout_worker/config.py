@@ -9,7 +9,7 @@ import msgspec
 from messages.ids import WorkerId, Zone
 from services.jobfile import ConfigError, EmulationSection, JobFile, RolloutSection, rollout_slots
 
-ENGINES: Final = ("torch", "emulated")
+ENGINES: Final = ("torch", "sglang", "emulated")
 LIVENESS_MS: Final = 1000
 """A request without tokens for so long gets an empty chunk: its edge takes `agent.silence_ms` of nothing for death."""
 

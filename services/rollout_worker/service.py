@@ -542,6 +542,12 @@ def _ms_since(began: float) -> int:
     return round((_now_s() - began) * 1000)
 
 
+def _model_folder(job: JobFile) -> str:
+    from services.models import initial_model  # torch: heavy
+
+    return str(initial_model(job))
+
+
 async def run_worker(
     job: JobFile, bus: Bus, worker: str, incarnation: int, stop: asyncio.Event, *, age_s: float = 0.0
 ) -> None:
@@ -551,7 +557,17 @@ async def run_worker(
     """
     began = _now_s()
     config = Config.of(job, node_of(worker))
-    engine = make_engine(config.rollout, config.device, config.address, emulation=config.emulation, age_s=age_s)
+    model = await asyncio.to_thread(_model_folder, job) if config.rollout.engine == "sglang" else ""
+    engine = make_engine(
+        config.rollout,
+        config.device,
+        config.address,
+        emulation=config.emulation,
+        age_s=age_s,
+        model=model,
+        log_file=job.run_dir / "logs" / f"{worker}.sglang.log",
+        worker=worker,
+    )
     await RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began).run(stop)
 
 

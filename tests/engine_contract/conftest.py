@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import itertools
+import os
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import pytest
 
 from messages.ids import PolicyVersion, Role
-from services.jobfile import JobFile, JobSection, RolloutSection
+from services.jobfile import JobFile, JobSection, RolloutSection, SglangSection
 from services.rollout_worker.engines.base import Engine
 from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
 from services.rollout_worker.engines.kv_transfer import Limits
+from services.rollout_worker.engines.sglang.api import Api
+from services.rollout_worker.engines.sglang.engine import SglangEngine
+from services.rollout_worker.engines.sglang.server import MODES, Server, free_port
 from services.snapshot import write_folder
 from services.timing import hardware
 from services.timing.hardware import Value
+from tests.engine_contract import streams
+from tests.sglang_stand_in import StandIn
 
 VOCAB = 40
 
@@ -45,6 +52,14 @@ class Kit(Protocol):
         """No request, connection or memory of one is left."""
         ...
 
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        """A context is on its way from one to the other."""
+        ...
+
+    def sever(self, prefill: Any) -> None:
+        """Its connections to decode engines end, as those of a process that dies."""
+        ...
+
     async def stop(self) -> None: ...
 
 
@@ -63,6 +78,13 @@ class _Made:
     async def stop(self) -> None:
         for engine in self._engines:
             await engine.stop()
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return bool(decode._receiving and prefill._senders)
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._prefill_side._connections):
+            connection.cancel()
 
 
 class EmulatedKit(_Made):
@@ -154,6 +176,169 @@ class TorchKit(_Made):
         return not (requests or rooms) and pool.available == pool.capacity
 
 
+class StandInKit(_Made):
+    """The engine `sglang` on stand-ins for its servers, which it adopts."""
+
+    name = "sglang-stand-in"
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__()
+        self._folder = folder
+        self._servers: list[StandIn] = []
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> SglangEngine:
+        wanted = RolloutSection(
+            engine="sglang", sglang=SglangSection(args=("--enable-deterministic-inference",)), **options
+        )
+        server = StandIn(
+            slow_s=0.004 if slow else 0.0,
+            limit=wanted.kv_cache_tokens,
+            running=wanted.max_running,
+            mode=MODES[role],
+        )
+        self._servers.append(server)
+        room_s = (limits or Limits()).room_s
+        adopt = await server.start()
+        engine = SglangEngine(wanted, "cpu", "", self._folder / "log", adopt=adopt, room_s=room_s)
+
+        async def relaunch(role: Role) -> None:
+            """What a launched server's end and new beginning come to; real ones do it in `make sglang-test`."""
+            server.mode, server.version = MODES[role], "default"
+
+        engine._server.relaunch = relaunch  # type: ignore[method-assign]
+        return await self.begin(engine, self, role, version)
+
+    def snapshot(self, version: int) -> str:
+        return write_folder(lambda draft: _touch(draft), self._folder, version, keep=100).uri
+
+    def bad_snapshot(self) -> str:
+        empty = self._folder / "empty"
+        empty.mkdir(parents=True)
+        return str(empty)
+
+    def idle(self, engine: Any) -> bool:
+        return not (engine._replies or engine._rooms.open)
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return any(room.joined.done() for room in prefill._rooms._rooms.values())
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._rooms._connections):
+            connection.cancel()
+
+    async def stop(self) -> None:
+        await super().stop()
+        for server in self._servers:
+            await server.stop()
+        assert not [sin for server in self._servers for sin in server.sins]
+
+
+class SglangKit(_Made):
+    """The engine `sglang` on real servers (`make sglang-test`). A server takes half a minute to start, so they are kept and adopted.
+
+    Where a test needs an engine that can be relaunched it says so by the role it changes: `make_own`.
+    """
+
+    name = "sglang"
+    servers: ClassVar[dict[tuple[Any, ...], list[Server]]] = {}
+    """Idle ones, by what they were started with."""
+    MOST: ClassVar[int] = 3
+    """Servers kept: each has 0.7 GB resident, or 2 GB disaggregated."""
+
+    def __init__(self, python: str, folders: list[str], folder: Path, logs: Path) -> None:
+        super().__init__()
+        self._python = python
+        self._folders = folders
+        self._folder = folder
+        self._logs = logs
+        self._lent: list[tuple[tuple[Any, ...], Server]] = []
+
+    def settings(self) -> SglangSection:
+        """Of a server on CPUs."""
+        return SglangSection(
+            python=self._python,
+            args=CPU_ARGS,
+            decode_args=("--disaggregation-decode-retraction-backup", "cpu_tensor"),
+            env=CPU_ENV,
+            transfer_backend="mooncake_tcp",
+            memory_saver=False,
+        )
+
+    async def make(
+        self,
+        role: Role = Role.COLOCATED,
+        *,
+        version: int | None = 0,
+        slow: bool = False,
+        limits: Limits | None = None,
+        **options: Any,
+    ) -> SglangEngine:
+        wanted = RolloutSection(engine="sglang", sglang=self.settings(), **options)
+        key = (role, wanted.kv_cache_tokens, wanted.max_running, wanted.prefill_chunk_tokens)
+        server = await self._server(key, role, wanted)
+        room_s = (limits or Limits()).room_s
+        log = self._logs / "adopted.log"
+        engine = SglangEngine(wanted, "cpu", "", log, adopt=server.api.url, room_s=room_s)
+        return await self.begin(engine, self, role, version)
+
+    async def _server(self, key: tuple[Any, ...], role: Role, wanted: RolloutSection) -> Server:
+        idle = self.servers.setdefault(key, [])
+        if not idle:
+            while sum(map(len, self.servers.values())) + len(self._lent) >= self.MOST:
+                oldest = next((kept for kept in self.servers.values() if kept), None)
+                if oldest is None:
+                    break
+                await oldest.pop(0).stop()
+            number = free_port("127.0.0.1")
+            server = Server(wanted, self._folders[0], "cpu", "127.0.0.1", self._logs / f"sglang-{number}.log")
+            await server.start(role)
+            idle.append(server)
+        server = idle.pop()
+        self._lent.append((key, server))
+        return server
+
+    def snapshot(self, version: int) -> str:
+        return self._folders[version]
+
+    def bad_snapshot(self) -> str:
+        return str(self._folder)
+
+    def idle(self, engine: Any) -> bool:
+        return not (engine._replies or engine._rooms.open)
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return any(room.joined.done() for room in prefill._rooms._rooms.values())
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._rooms._connections):
+            connection.cancel()
+
+    async def stop(self) -> None:
+        await super().stop()
+        for key, server in self._lent:
+            server.api = Api(server.api.url)  # of the next test's event loop
+            self.servers[key].append(server)
+
+
+CPU_ARGS = ("--attention-backend", "torch_native", "--dtype", "float32", "--disable-overlap-schedule")
+CPU_ENV = {
+    "SGLANG_USE_CPU_ENGINE": "1",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+    "PYTHONPATH": str(Path(__file__).parents[1] / "sglang" / "shim"),
+}
+SGLANG_PYTHON = os.environ.get("PEARL_SGLANG_PYTHON", "")
+"""Interpreter of an environment with SGLang (tests/sglang/setup.sh); "": its tests are left out."""
+
+
 @pytest.fixture(scope="session")
 def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     torch = pytest.importorskip("torch")
@@ -173,13 +358,27 @@ def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return folders
 
 
-@pytest.fixture(params=["torch", "emulated"])
+@pytest.fixture(params=["torch", "emulated", "sglang-stand-in", *(["sglang"] if SGLANG_PYTHON else [])])
 async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
     made: Any
     if request.param == "torch":
         made = TorchKit(request.getfixturevalue("torch_snapshots"), tmp_path)
-    else:
+    elif request.param == "emulated":
         made = EmulatedKit(tmp_path / "snapshots")
+    elif request.param == "sglang":
+        folders = request.getfixturevalue("torch_snapshots")
+        logs = request.getfixturevalue("sglang_logs")
+        made = SglangKit(SGLANG_PYTHON, folders, tmp_path, logs)
+    else:
+        made = StandInKit(tmp_path / "snapshots")
+    streams.DEFAULTS["temperature"] = 0.0 if request.param == "sglang" else 1.0  # no seeded sampling on CPUs there
     yield made
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300 if request.param == "sglang" else 10):
         await made.stop()
+
+
+@pytest.fixture(scope="session")
+def sglang_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    yield tmp_path_factory.mktemp("sglang")
+    for server in itertools.chain.from_iterable(SglangKit.servers.values()):
+        server.kill()

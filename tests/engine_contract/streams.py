@@ -12,6 +12,8 @@ from services.rollout_worker.engines.base import GenerateSpec, Tokens
 
 PROMPT = [(7 * index) % 40 for index in range(45)]
 ROOM = itertools.count(1)
+DEFAULTS: dict[str, Any] = {"temperature": 1.0}
+"""Of a request where a test says nothing; an engine without seeded sampling is greedy."""
 
 
 def spec(request: str = "r", **changes: Any) -> GenerateSpec:
@@ -19,7 +21,7 @@ def spec(request: str = "r", **changes: Any) -> GenerateSpec:
     base = GenerateSpec(
         request=request, attempt=1, prompt=PROMPT, prefix=[], max_new_tokens=40, temperature=1.0, seed=5, stop_ids=[]
     )
-    return msgspec.structs.replace(base, **changes)
+    return msgspec.structs.replace(base, **{**DEFAULTS, **changes})
 
 
 async def run(engine: Any, wanted: GenerateSpec) -> list[Tokens]:

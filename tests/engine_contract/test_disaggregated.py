@@ -20,10 +20,10 @@ async def sides(kit: Any, **options: Any) -> tuple[Any, Any]:
     return await kit.make(Role.PREFILL, **chunk, **options), await kit.make(Role.DECODE, **options)
 
 
-async def under_way(prefill: Any, decode: Any) -> None:
+async def under_way(kit: Any, prefill: Any, decode: Any) -> None:
     """Until a context is on its way."""
     async with asyncio.timeout(5):
-        while not (decode._receiving and prefill._senders):  # noqa: ASYNC110
+        while not kit.under_way(prefill, decode):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
 
@@ -63,7 +63,7 @@ async def test_the_bootstrap_triple_is_needed(kit: Any):
 async def test_a_cancel_that_races_the_transfer_frees_both_sides(kit: Any, cancelled: int, delay_s: float):
     prefill, decode = await sides(kit, slow=True)
     tasks = both(prefill, decode, spec(prompt=LONG, max_new_tokens=3))
-    await under_way(prefill, decode)
+    await under_way(kit, prefill, decode)
     await asyncio.sleep(delay_s)
     tasks[cancelled].cancel()
     ended = await asyncio.gather(*tasks, return_exceptions=True)
@@ -77,7 +77,7 @@ async def test_a_cancel_that_races_the_transfer_frees_both_sides(kit: Any, cance
 async def test_an_abort_on_either_side_interrupts(kit: Any, side: str):
     prefill, decode = await sides(kit, slow=True)
     at_prefill, at_decode = both(prefill, decode, spec(prompt=LONG))
-    await under_way(prefill, decode)
+    await under_way(kit, prefill, decode)
     assert await (prefill if side == "prefill" else decode).abort() == 1
     (end,), chunks = await at_prefill, await at_decode
     assert chunks[-1].finish == "interrupted" and not joined(chunks)
@@ -89,10 +89,9 @@ async def test_a_prefill_engine_that_dies_interrupts_and_one_that_is_gone_refuse
     whole = joined(await run(await kit.make(), spec(max_new_tokens=6)))
     prefill, decode = await sides(kit, slow=True)
     at_prefill, at_decode = both(prefill, decode, spec(prompt=LONG))
-    await under_way(prefill, decode)
+    await under_way(kit, prefill, decode)
     await asyncio.sleep(0.01)
-    for connection in tuple(prefill._prefill_side._connections):
-        connection.cancel()  # the socket closes, as the kernel does it for a process that dies
+    kit.sever(prefill)
     (chunk,) = await at_decode
     assert chunk.finish in ("interrupted", "refused")
     at_prefill.cancel()
@@ -109,7 +108,7 @@ async def test_a_prefill_engine_that_dies_interrupts_and_one_that_is_gone_refuse
 async def test_a_decode_engine_that_dies_leaves_the_prefill_engine_free(kit: Any):
     prefill, decode = await sides(kit, slow=True)
     at_prefill, at_decode = both(prefill, decode, spec(prompt=LONG))
-    await under_way(prefill, decode)
+    await under_way(kit, prefill, decode)
     await asyncio.sleep(0.01)
     await decode.stop()
     at_decode.cancel()
@@ -141,7 +140,7 @@ async def test_kv_of_another_version_is_refused(kit: Any):
 async def test_new_weights_on_either_side_end_what_is_on_its_way(kit: Any, side: str, mode: str):
     prefill, decode = await sides(kit, slow=True)
     at_prefill, at_decode = both(prefill, decode, spec(prompt=LONG))
-    await under_way(prefill, decode)
+    await under_way(kit, prefill, decode)
     await asyncio.sleep(0.005)
     engine = prefill if side == "prefill" else decode
     await engine.pause(mode)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from services.jobfile import EmulationSection, RolloutSection
 from services.rollout_worker.engines.base import Engine
 
@@ -13,10 +15,14 @@ def make_engine(
     *,
     emulation: EmulationSection = EmulationSection(),  # noqa: B008 - frozen
     age_s: float = 0.0,
+    model: str = "",
+    log_file: Path = Path("sglang.log"),
+    worker: str = "",
 ) -> Engine:
     """The engine that `rollout.engine` names (checked by the worker's Config), on a node with this address.
 
-    `age_s`: how long the process has been starting, which an emulated preparation counts as done. Raises ConfigError.
+    `age_s`: how long the process has been starting, which an emulated preparation counts as done. `model`: the folder that an SGLang
+    server starts from; its output goes to `log_file`. Raises ConfigError.
     """
     if rollout.engine == "emulated":
         from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
@@ -25,6 +31,11 @@ def make_engine(
         clock = ScaledClock(emulation.time_scale)
         prepared_s = age_s * emulation.time_scale
         return EmulatedEngine(hardware.load(emulation.hardware), rollout, clock, address=address, prepared_s=prepared_s)
+    if rollout.engine == "sglang":
+        from services.rollout_worker.engines.sglang.engine import SglangEngine
+
+        adopt = rollout.sglang.adopt.get(worker, "")
+        return SglangEngine(rollout, device, model, log_file, address=address, adopt=adopt)
     assert rollout.engine == "torch", f"no engine {rollout.engine!r}"
     from services.rollout_worker.engines.torch_engine import TorchEngine  # torch: heavy
 
