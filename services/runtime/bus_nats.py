@@ -55,7 +55,7 @@ from services.runtime.log import Logger, get_logger
 OUTBOUND_BUFFER_BYTES: Final = 16 << 20  # kept for the broker while it is away; two of the largest messages
 RECONNECT_WAIT_S: Final = 0.25  # between attempts at one server: soon, but not a busy loop
 CONNECT_TIMEOUT_S: Final = 3
-PING_INTERVAL_S: Final = 10  # two unanswered pings: the connection is dead
+PING_INTERVAL_S: Final = 2  # two unanswered pings: the connection is dead (its server stopped, or its host cut off)
 PATIENCE_S: Final = 30.0  # three nodes need up to 9 s to elect a leader; a restart a few seconds
 ATTEMPT_S: Final = 5.0  # an unanswered request is sent again
 RETRY_FIRST_S: Final = 0.05
