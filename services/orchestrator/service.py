@@ -50,7 +50,7 @@ from services.orchestrator.config import Config
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.core_plans import plan_message
 from services.orchestrator.leases import NodeLeases
-from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription
+from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription, WrongLastSequence
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Effect, Input, Note, Refuse, Send, Tick
 from services.runtime.dead_letters import dead_letter
@@ -369,7 +369,8 @@ class Orchestrator:
         while True:
             try:
                 return await action()
-            except BusUnavailable as error:
+            except (BusUnavailable, WrongLastSequence) as error:
+                # A guarded write is refused, and the value read back fits the guard: that replica lags. The next look tells.
                 self._log.warning(f"cannot {what} ({error}); trying again", action="orchestrator.bus_away")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), wait_s)

@@ -67,6 +67,7 @@ DENIED_SUBJECTS_KEPT: Final = 256
 FAMILIES_KEPT: Final = 1024
 
 WRONG_LAST: Final = (10071, 10164)
+AWAY: Final = (429, 503)  # too much at once; no leader just now
 NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
 _PERMISSION: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
@@ -365,8 +366,8 @@ class NatsBus:
                     if stored is not None:
                         return stored
                     raise WrongLastSequence(f"{subject}: {answer.error.description}")
-                if answer.error.code not in (429, 503) or self._loop.time() > deadline:
-                    kind = BusUnavailable if answer.error.code in (429, 503) else BusError
+                if answer.error.code not in AWAY or self._loop.time() > deadline:
+                    kind = BusUnavailable if answer.error.code in AWAY else BusError
                     raise kind(f"{subject}: not stored: {answer.error.description}")
                 await asyncio.sleep(RETRY_MOST_S)
 
@@ -489,14 +490,16 @@ class NatsBus:
         return consumer
 
     async def create_consumer(self, stream: str, durable: str, config: dict[str, Any]) -> None:
-        """Create or update. Waits for a stream that is not there yet, within the patience."""
+        """Create or update. Waits for a stream that is not there yet, or has no leader, within the patience."""
         deadline = self._loop.time() + self._patience_s
         while True:
             answer = await self._api(f"CONSUMER.CREATE.{stream}.{durable}", {"stream_name": stream, "config": config})
             if answer.error is None:
                 return
-            if answer.error.err_code != STREAM_NOT_FOUND or self._loop.time() + RETRY_MOST_S > deadline:
-                raise BusError(f"consumer {durable} of stream {stream}: {answer.error.description}")
+            away = answer.error.code in AWAY
+            if not (away or answer.error.err_code == STREAM_NOT_FOUND) or self._loop.time() + RETRY_MOST_S > deadline:
+                kind = BusUnavailable if away else BusError
+                raise kind(f"consumer {durable} of stream {stream}: {answer.error.description}")
             await asyncio.sleep(RETRY_MOST_S)
 
     async def read(
@@ -508,7 +511,10 @@ class NatsBus:
             if newest is None:
                 return
             last_seq = newest.seq
+        else:
+            newest = None
         seq = max(1, first_seq)
+        deadline = self._loop.time() + self._patience_s
         while seq <= last_seq:
             page: list[Any] = []
             request = {"seq": seq, "next_by_subj": subject, "batch": PAGE_MESSAGES, "max_bytes": PAGE_BYTES}
@@ -521,7 +527,10 @@ class NatsBus:
                 yield delivery
                 seq = delivery.seq + 1
             if not page or status_of(end) != "204" or end.headers.get("Nats-Num-Pending", "0") == "0":
-                return
+                # One replica told of `newest`, another that lags behind it gave this page.
+                if newest is None or seq > newest.seq or self._loop.time() > deadline:
+                    return
+                await asyncio.sleep(RETRY_FIRST_S)
 
     async def last(self, stream: str, subject: str) -> Delivery | None:
         return await self._direct(f"{stream}.{subject}", None)
@@ -683,4 +692,5 @@ def _decode(msg: Any, subject: str) -> _Answer:
 
 def _raise(answer: _Answer, what: str) -> None:
     if answer.error is not None:
-        raise BusError(f"{what}: {answer.error.description} (code {answer.error.err_code})")
+        kind = BusUnavailable if answer.error.code in AWAY else BusError
+        raise kind(f"{what}: {answer.error.description} (code {answer.error.err_code})")
