@@ -12,7 +12,7 @@ import contextlib
 import msgspec
 
 from messages.envelope import Message, UndecodableMessage, decode, encode
-from messages.monitor import DecisionRecord, GpusReturned
+from messages.monitor import DecisionRecord, GpusReturned, StoreRewound
 from messages.orchestrator import GpuFree
 from messages.pipeline_scheduler import BatchReady, Evaluated
 from messages.subjects import decode_on, event_subject, stream
@@ -21,7 +21,7 @@ from services.jobfile import JobFile
 from services.runtime.log import get_logger
 
 POLL_S = 1.0
-UNHEARD: tuple[type[Message], ...] = (DecisionRecord, Evaluated, GpuFree, BatchReady, GpusReturned)
+UNHEARD: tuple[type[Message], ...] = (DecisionRecord, Evaluated, GpuFree, BatchReady, GpusReturned, StoreRewound)
 """Events that no service consumes (the trainer reads a batch when it is told to train it)."""
 
 

@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 
 from messages.subjects import stream
-from pearl_state.watch import Replica
 from services.connect import connect
 from services.jobfile import JobFile
 from services.pipeline_scheduler.config import Config
 from services.pipeline_scheduler.core import PipelineSchedulerCore, PipelineState
+from services.replica import replica_of
 from services.runtime.bus import Bus, BusUnavailable
 from services.runtime.host import CoreHost
 
@@ -24,7 +24,7 @@ PURGE_EVERY_S = 5.0
 async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Serve until `stop`."""
     bus = await connect(job, "pipeline_scheduler")
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         await replica.start(bus, job.job.name)
         host = CoreHost(PipelineSchedulerCore(Config.of(job)), bus, job_name=job.job.name, replica=replica)
