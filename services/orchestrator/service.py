@@ -201,8 +201,16 @@ class Orchestrator:
         """The table as it was last written (a first one where there is none), and the plan in it, said again."""
         self._store = TableStore(self._tables, self._job)
         self._verified = True
-        stored = await self._persist(self._store.restore, "read the role table")
-        if stored is not None and (reason := why_rewound(stored, await self._evidence(stored))):
+        reason = ""
+        stored: RoleTable | None = None
+        for look in range(LOOKS):
+            if look:
+                await self._pause(LOOK_AGAIN_S)
+            stored = await self._persist(self._store.restore, "read the role table")
+            reason = "" if stored is None else why_rewound(stored, await self._evidence(stored))
+            if not reason:
+                break
+        if stored is not None and reason:
             stored = await self._rebuild_from_reports(stored, reason)
         table = stored if stored is not None else await self._rebuild()
         table = self._core.with_slots(table)

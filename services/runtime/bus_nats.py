@@ -70,6 +70,7 @@ WRONG_LAST: Final = (10071, 10164)
 AWAY: Final = (429, 503)  # too much at once; no leader just now
 NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
+BEING_STORED: Final = 10158  # the first copy of this message has no majority yet: the retry came too soon
 _PERMISSION: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 
 
@@ -366,8 +367,9 @@ class NatsBus:
                     if stored is not None:
                         return stored
                     raise WrongLastSequence(f"{subject}: {answer.error.description}")
-                if answer.error.code not in AWAY or self._loop.time() > deadline:
-                    kind = BusUnavailable if answer.error.code in AWAY else BusError
+                away = answer.error.code in AWAY or answer.error.err_code == BEING_STORED
+                if not away or self._loop.time() > deadline:
+                    kind = BusUnavailable if away else BusError
                     raise kind(f"{subject}: not stored: {answer.error.description}")
                 await asyncio.sleep(RETRY_MOST_S)
 
