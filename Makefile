@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check fmt clean
+.PHONY: setup demo test check fmt clean soak
 
 setup: $(STAMP)
 
@@ -29,6 +29,11 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/contract tests/sim tests/tidy -m "not slow"
+
+# Ten minutes of faults on real processes, three hosts and three NATS servers: docs/chaos.md.
+SEED ?= 0
+soak: setup
+	$(BIN)/python -m tests.integration.chaos --minutes 10 --seed $(SEED) --report chaos-report.json
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

@@ -76,6 +76,8 @@ class ChaosReport(msgspec.Struct, kw_only=True):
             if each.recovered_s is None
         ]
         found += [f"late return: {each.what}: {each.late_ms} ms" for each in self.late]
+        if self.epochs_back:
+            found.append(f"a watcher's table went back {self.epochs_back} times")
         if not self.at_target:
             found.append("the cluster is not at its target at the end")
         return found
