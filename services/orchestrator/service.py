@@ -178,9 +178,12 @@ class Orchestrator:
                             await self._turns(consumer, batches)
                         except _Rewound as rewound:
                             self._log.error(f"the store went back: {rewound}", action="orchestrator.rewound")
-                            while not batches.empty():
-                                batches.get_nowait()  # of a stream that is no more
+                            pumps.pop().cancel()  # what it fetched is of a stream that is no more
+                            await consumer.stop()
                             await self._restore()
+                            consumer = await self._persist(self._attach, "attach its consumer")
+                            batches = asyncio.Queue(1)
+                            pumps.append(group.create_task(self._pump_events(consumer, batches)))
                 finally:
                     for pump in pumps:
                         pump.cancel()
@@ -207,7 +210,7 @@ class Orchestrator:
             if look:
                 await self._pause(LOOK_AGAIN_S)
             stored = await self._persist(self._store.restore, "read the role table")
-            reason = "" if stored is None else why_rewound(stored, await self._evidence(stored))
+            reason = "" if stored is None else why_rewound(stored, await self._evidence(stored, looks=1))
             if not reason:
                 break
         if stored is not None and reason:
@@ -229,18 +232,16 @@ class Orchestrator:
         cursor = table.writer.cursor
         await self._turn(await self._persist(lambda: self._since(cursor), "read its stream"), None)
 
-    async def _evidence(self, table: RoleTable, reports: Sequence[WorkerReport] = ()) -> Evidence:
-        """What is known now apart from the bucket."""
-        last = await self._stream_end(table.writer.cursor)
-        return Evidence(
-            seen_epoch=self._seen_epoch,
-            newest=tuple(sorted(self._newest.items())),
-            reports=tuple(reports),
-            last_event=last,
-        )
+    async def _evidence(
+        self, table: RoleTable, reports: Sequence[WorkerReport] = (), *, looks: int = LOOKS
+    ) -> Evidence:
+        """What is known now apart from the bucket. `looks`: at the stream, before an event counts as gone."""
+        last = await self._stream_end(table.writer.cursor, looks)
+        newest = tuple(sorted(self._newest.items()))
+        return Evidence(seen_epoch=self._seen_epoch, newest=newest, reports=tuple(reports), last_event=last)
 
-    async def _stream_end(self, least: int) -> int:
-        """Sequence of an event at or after `least`, if there is one; else of the newest there is."""
+    async def _stream_end(self, least: int, looks: int) -> int:
+        """Sequence of an event at or after `least`, if there is one; else of the newest there is (0 for `least` 0)."""
         everything, name = f"pearl.{self._job}.ev.>", stream(self._job, "ev")
 
         async def look() -> int:
@@ -251,11 +252,12 @@ class Orchestrator:
         async def newest() -> int:
             return max([each.seq async for each in self._bus.read(name, everything)], default=0)
 
-        for _ in range(LOOKS if least else 0):
+        for number in range(looks if least else 0):
+            if number:
+                await self._pause(LOOK_AGAIN_S)
             found = await self._persist(look, "look at its stream")
             if found:
                 return found
-            await self._pause(LOOK_AGAIN_S)
         return await self._persist(newest, "look for the end of its stream") if least else 0
 
     async def _pause(self, seconds: float) -> None:
