@@ -30,10 +30,12 @@ check: setup
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/scenarios tests/contract tests/sim tests/tidy -m "not slow"
 
-# Long runs of what `check` does briefly.
+# Long runs of what `check` and `test` do briefly; the last one is ten minutes of faults on real processes (docs/chaos.md).
+SEED ?= 0
 soak: setup
 	PEARL_FUZZ_ROUNDS=2000 $(BIN)/python -m pytest -n auto tests/unit/test_fuzz.py
 	$(BIN)/pearl simulate faults --seeds 10000
+	$(BIN)/python -m tests.integration.chaos --minutes 10 --seed $(SEED) --report chaos-report.json
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messages.envelope import Message
-from messages.ids import DecisionId, Mode, WorkerId
+from messages.ids import DecisionId, Epoch, Mode, WorkerId
 
 
 class Candidate(msgspec.Struct, frozen=True):
@@ -102,6 +102,20 @@ class GpusReturned(Message, frozen=True, kw_only=True, tag="gpus.returned/1"):
     workers: tuple[WorkerId, ...]  # the overlap workers that had to let go
     deadline_ms: int
     at_ms: int
+
+
+# orchestrator -> monitor, checker. Durable (EV). Key: epoch.
+class StoreRewound(Message, frozen=True, kw_only=True, tag="store.rewound/1"):
+    """The broker came back without its last moments: from `epoch` on, the role table is what workers reported.
+
+    What was stored between the two and lost is done again: events, journals of trajectories, batches.
+    """
+
+    epoch: Epoch
+    stored_epoch: Epoch  # what the bucket had
+    seen_epoch: Epoch  # the newest that anyone had seen; 0: not known
+    reason: str
+    adopted: tuple[WorkerId, ...]  # workers that went on serving
 
 
 # any service -> monitor. Durable (DEAD).

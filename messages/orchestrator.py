@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from messages.decision_engine import Leave
 from messages.envelope import Message
-from messages.ids import DecisionId, Incarnation, Mode, NodeId, PlanId, PolicyVersion, Role, RoleGeneration, WorkerId
+from messages.ids import (
+    DecisionId,
+    Epoch,
+    Incarnation,
+    Mode,
+    NodeId,
+    PlanId,
+    PolicyVersion,
+    Role,
+    RoleGeneration,
+    WorkerId,
+)
 
 
 # decision_engine -> orchestrator. Durable (EV). Key: decision_id. A newer target replaces an older one whole.
@@ -116,6 +127,14 @@ class GpuFree(Message, frozen=True, kw_only=True, tag="gpu.free/1"):
     gpus: tuple[int, ...]
     worker: WorkerId
     incarnation: Incarnation
+
+
+# agent | router | pipeline_scheduler | decision_engine | cluster_rebuilder | toggle_manager -> orchestrator. Core NATS, repeated
+# while it is so: from whoever holds a replica and may publish.
+class TableAhead(Message, frozen=True, kw_only=True, tag="table.ahead/1"):
+    """The sender has seen the role table at `epoch`, which is beyond what the bucket has now: the store went back."""
+
+    epoch: Epoch
 
 
 # orchestrator's own shell, from heartbeats missed (never on the wire between services); kept here because it is an input.

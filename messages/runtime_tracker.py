@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from messages.envelope import Message
-from messages.ids import Incarnation, RequestId, WorkerId
+from messages.ids import Incarnation, RequestId, Role, RoleGeneration, WorkerId
 
 
 # agent -> runtime_tracker. Core NATS.
@@ -41,6 +41,9 @@ class WorkerHeartbeat(Message, frozen=True, kw_only=True, tag="worker.heartbeat/
     prefill_s: float
     refused: int
     rss_bytes: int
+    # What an orchestrator whose store went back rebuilds the role table from.
+    role: Role = Role.UNKNOWN
+    role_generation: RoleGeneration = RoleGeneration(0)
 
 
 # node_agent -> orchestrator, monitor. Core NATS, every heartbeat.
@@ -49,6 +52,7 @@ class NodeHeartbeat(Message, frozen=True, kw_only=True, tag="node.heartbeat/1"):
 
     node: str
     workers: tuple[tuple[WorkerId, int], ...]
+    ended: tuple[tuple[WorkerId, int], ...] = ()  # the newest incarnation of each slot that has ended, if none runs
 
 
 # executors -> runtime_tracker, monitor. Core NATS.

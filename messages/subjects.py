@@ -94,6 +94,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     pipeline_scheduler.Evaluated: Route("ev", None, ("version",)),
     monitor.DecisionRecord: Route("ev", None, ("decision_id",)),
     monitor.GpusReturned: Route("ev", None, ("batch",)),
+    monitor.StoreRewound: Route("ev", None, ("epoch",)),
     monitor.DeadLetter: Route("dead", "receiver"),
     agent.RolloutTask: Route("task", "batch", ("trajectory", "retry")),
     agent.TurnFinished: Route("journal", "trajectory", ("trajectory", "retry", "turn")),
@@ -117,6 +118,7 @@ ROUTES: Final[dict[type[Message], Route]] = {
     runtime_tracker.WorkerHeartbeat: Route("tel", "worker"),
     runtime_tracker.NodeHeartbeat: Route("tel", "node"),
     runtime_tracker.OperationTimed: Route("tel"),
+    orchestrator.TableAhead: Route("tel"),
 }
 
 

@@ -59,6 +59,7 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
     training: WorkerId
     residency: Residency = Residency.TRAINING
     deadline_ms: int = 0  # training asked for the GPUs back by then (Unix ms), of the last borrow; 0: it did not
+    unsure: bool = False  # the store went back: whether the trainer holds device memory is not known
 
 
 class PlanRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -77,6 +77,27 @@ class TableStore:
         check(self._table, table)
         before = 0 if self._table is None else self._table.epoch
         assert table.epoch == before + 1, f"epoch {table.epoch} does not follow epoch {before}"
+        return await self._put(table)
+
+    async def write_rebuilt(self, table: RoleTable) -> Revision:
+        """Replace the table by one that does not follow from it: the store went back, and the cluster has gone on meanwhile.
+
+        Guarded as `write` is. Epoch, incarnations and role generations may still only rise. Raises what `write` raises.
+        """
+        before = self._table
+        assert self._revision is not None and before is not None, "restore the table before it is rebuilt"
+        assert not self._writing, "two writes of the table at once"
+        assert table.epoch > before.epoch, f"epoch {table.epoch} is not above epoch {before.epoch}"
+        for old, new in zip(before.rows, table.rows, strict=True):
+            assert (old.worker, old.gpus, old.zone) == (new.worker, new.gpus, new.zone), f"{old.worker}: another slot"
+            risen = new.incarnation >= old.incarnation and new.role_generation >= old.role_generation
+            assert risen, f"{old.worker}: incarnation or role generation fell"
+        check(None, table)
+        return await self._put(table)
+
+    async def _put(self, table: RoleTable) -> Revision:
+        assert self._revision is not None
+        before = 0 if self._table is None else self._table.epoch
         data = encode_table(table)
         self._writing = True
         try:

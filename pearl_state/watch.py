@@ -3,16 +3,18 @@
 Never writes. Two sources: the feed, on which the broker republishes each write within milliseconds, and the snapshot,
 read from the bucket at the start, after each reconnection and every few seconds. The feed is a hint: it may lose a
 message, and another user might try to inject one; the snapshot is what counts. Epochs only rise, with one exception:
-a snapshot that is older than the replica twice in a row is believed, since then the replica holds something that was
-never in the bucket (or the bucket was made anew). Once could be a broker node that lags behind.
+a snapshot that is older than the replica OLDER_SNAPSHOTS times in a row is believed, since then the replica holds something that
+was never in the bucket. Once could be a broker node that lags behind. It says so to the orchestrator, since
+the store may have lost its last moments: then the orchestrator raises the epoch above what was seen, and no replica goes back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
+from messages.ids import Epoch
 from messages.subjects import TABLE_KEY, roles_bucket, roles_feed
 from pearl_state.codec import UnreadableTableError, decode_table
 from pearl_state.model import RoleTable
@@ -20,6 +22,9 @@ from pearl_state.ports import Failed, Feed, FeedMessage, TableReader, attempt
 
 REFRESH_S: Final = 3.0
 """Longest time for which a lost feed message goes unnoticed."""
+OLDER_SNAPSHOTS: Final = 5
+"""So many older snapshots in a row are believed: by then the orchestrator has raised the epoch above what was seen, if the store
+went back, and a replica of the broker's has caught up."""
 ORIGIN_HEADER: Final = "Nats-Subject"
 """Set by the broker on each republished message: the bucket's subject it was written to."""
 _FEED_LIMIT: Final = 256
@@ -29,13 +34,15 @@ _FEED_LIMIT: Final = 256
 class Replica:
     """The role table as last heard. Start it once; it is safe to read from then on."""
 
-    def __init__(self, *, refresh_s: float = REFRESH_S) -> None:
+    def __init__(self, *, refresh_s: float = REFRESH_S, tell: Callable[[Epoch], Awaitable[None]] | None = None) -> None:
+        """`tell(epoch)` is called while the bucket is older than the replica, which has `epoch`."""
         self.table: RoleTable | None = None
         self.refused = 0
         """Feed messages and snapshots not believed: forged, unreadable, or of another job."""
         self.problem = ""
         """Why the last one was refused, or why the last snapshot could not be read; for people."""
         self._refresh_s = refresh_s
+        self._tell = tell
         self._callbacks: list[Callable[[RoleTable], None]] = []
         self._changed = asyncio.Event()
         self._older_snapshots = 0
@@ -125,7 +132,9 @@ class Replica:
             self._accept(table)
         elif table.epoch < held.epoch:
             self._older_snapshots += 1
-            if self._older_snapshots >= 2:
+            if self._tell is not None:
+                await attempt(self._tell(held.epoch))
+            if self._older_snapshots >= OLDER_SNAPSHOTS:
                 self._older_snapshots = 0
                 self._refuse(f"epoch {held.epoch} was never in the bucket; back to epoch {table.epoch}")
                 self._accept(table)

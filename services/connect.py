@@ -50,9 +50,9 @@ async def connect_user(job: JobFile, user: str) -> Bus:
 
 
 async def server_url(job: JobFile) -> str:
-    """Where the server is: `nats.url`, or what the embedded server wrote, for which this waits a bounded time."""
-    if not job.nats.embedded:
-        return job.nats.url
+    """Where the servers are: `nats.url`, `nats.cluster`, or what the embedded server wrote, for which this waits a bounded time."""
+    if not job.nats.local:
+        return job.nats.address
     give_up = time.monotonic() + SERVER_WAIT_S
     while (running := read_running(job)) is None:
         if time.monotonic() >= give_up:

@@ -7,6 +7,8 @@ except files below the run directory: snapshots, checkpoints, attempt logs.
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from messages import subjects
@@ -123,6 +125,36 @@ def durable_state(job: str, replicas: int = 1) -> tuple[Durable, ...]:
     )
 
 
+LOSS: Final = """
+## When the broker loses its last moments
+
+A server acknowledges before its disk has a write unless it is told otherwise, and a power cut then takes acknowledged writes back
+(up to two minutes by default). The servers that PEARL configures run with `sync_interval: always`: acknowledged is on disk. A server
+of one's own without it, a disk that lies, or a backup that is put back can still bring an older store under a running cluster. That
+is noticed, and everyone begins again from what is there:
+
+| who | notices by | then |
+|---|---|---|
+| control service | its checkpoint's revision, and the message at its cursor (by sequence and time), after each reconnection and at its start | ends, and begins anew from the store, so that all agree. A cursor beyond the stream moves back to where stream and checkpoint part |
+| orchestrator | an epoch that it, or any holder of a replica (`table.ahead/1`), has seen above the bucket's; its cursor beyond the stream's end; an incarnation that a node agent speaks of and the table never gave out | listens to the workers for 4 s and writes the table anew, in one epoch above all that were seen: dedicated workers that serve go on under the role and generation that they report, every other slot begins above all incarnations and generations that may have been given out; no plan, and the stream's newest target as the next input. It says `store.rewound/1` |
+| training GPUs | - | nobody is believed: each overlap slot gets a new process, which says that it holds nothing, after its node agent has ended the old one; the trainer is asked for its memory before the next borrow |
+| rollout worker, node agent | the reconnection; a capacity event that is gone | say again what holds: ready, version, role; the node; launches of what has ended are answered with its end |
+| trainer | its newest `weights.published/1` is gone | says it again, with the step that made it |
+| pipeline scheduler | a version above the one that was due; tasks in flight that are neither in the queue nor ended (looked for every 10 s) | batches below the version are trained: what is under way for them is in vain. Lost tasks are given out again |
+| agent | its next journal write fails its guard | gives the task back; whoever takes it resumes from the journal that is left. Turns whose record was lost are generated again under new request ids |
+| replicas, monitor | an older snapshot; a sequence that is given out again | keep what they have for five refreshes, by when the epoch is above it; read on from where the stream parts |
+
+So no epoch falls for any watcher, no incarnation, generation or plan id means two things, no process runs twice in a slot, and no batch is
+trained twice. The checker counts what was lost and done again apart: `redone` (tokens of turns whose record was lost) and `forgotten`
+(train steps whose record was). `tests/integration/test_power_loss.py` puts a store back that is some seconds older, under a
+running job, and holds the run against all of this.
+
+What is not made good: an event that a person published by hand in the lost moments (publish it again); a decision's record; and a store
+whose streams were put back from different moments, such that ends of trajectories are there without their turns (copy all of it
+from one moment, with the server stopped).
+"""
+
+
 def to_markdown() -> str:
     """The text of docs/durable-state.md."""
     lines = [
@@ -140,4 +172,4 @@ def to_markdown() -> str:
         lines.append(
             f"| {kind} `{entry.spec.name}` | {entry.account} | {entry.owner} | {entry.writers} | {entry.keeps} | {bound} | {entry.restores} |"
         )
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n" + LOSS

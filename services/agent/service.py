@@ -24,6 +24,7 @@ from services.agent.request import RequestEdge
 from services.connect import connect
 from services.environments.loading import environment_factory, load_tokenizer
 from services.jobfile import JobFile
+from services.replica import replica_of
 from services.runtime.bus import Bus, BusError, Consumer, Delivery
 from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
@@ -186,7 +187,7 @@ async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:
     """Run agent process `index` until `stop`. Raises ConfigError, BusUnavailable."""
     bus = await connect(job, "agent")
     try:
-        replica = Replica()
+        replica = replica_of(bus, job.job.name)
         await replica.start(bus, job.job.name)
         try:
             agent = Agent(job, bus, replica, edge_name=f"agent{index}-{secrets.token_hex(4)}")

@@ -16,7 +16,7 @@ import msgspec
 
 from messages.agent import AttemptLogged, RequestInterrupted, TurnFinished
 from messages.envelope import MAX_MESSAGE_BYTES, Message, UndecodableMessage, decode
-from messages.monitor import DeadLetter
+from messages.monitor import DeadLetter, StoreRewound
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, event_subject, stream
 from services.checker.core import Expected, Journalled, Report, Violation
@@ -56,6 +56,7 @@ async def check(bus: Bus, job: JobFile) -> Report:
         strays.extend(f"{ev} {seq}: refused" for seq, _ in found if seq in refused)
         return [message for seq, message in found if seq not in refused]
 
+    rewound = await events(StoreRewound)
     batches, steps, ends = await events(BatchReady), await events(StepFinished), await events(TrajectoryCompleted)
     journal = [
         Journalled(seq, record)
@@ -75,6 +76,7 @@ async def check(bus: Bus, job: JobFile) -> Report:
             group_size=job.pipeline.group_size,
             staleness=job.pipeline.staleness,
             journal_from=journal_from,
+            rewound=len(rewound),
             attempts_logged=files > 0,
         ),
         journal=journal,

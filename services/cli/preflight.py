@@ -83,6 +83,9 @@ def _check_nats(job: JobFile) -> None:
         return
     try:
         find_binary(job)
+        if job.nats.cluster:
+            check_reachable(job)
+            return
         server = EmbeddedServer(job)
         if server.pid is None and job.nats.port and not is_free(job.nats.port):
             raise ConfigError(f"nats.port = {job.nats.port} is taken: set another, or 0 for any free one")

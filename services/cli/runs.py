@@ -26,29 +26,28 @@ def job_of(arguments: argparse.Namespace) -> JobFile:
 
 async def connect_running(job: JobFile, user: str) -> Bus:
     """Connect to the bus of a job that runs. Raises ConfigError at once where it does not; BusError."""
-    if job.nats.embedded and EmbeddedServer(job).pid is None:
+    if job.nats.local and EmbeddedServer(job).pid is None:
         raise ConfigError(
             f"job {job.job.name} in {job.run_dir.absolute()} is not running: it has no NATS server; start it with `pearl up`, or name "
             "another job file with -c"
         )
-    if not job.nats.embedded:
+    if not job.nats.local:
         check_reachable(job)
     return await connect(job, user)
 
 
 def check_reachable(job: JobFile) -> None:
-    """Something listens where `nats.url` says. Raises ConfigError."""
+    """Something listens where `nats.url` or `nats.cluster` says. Raises ConfigError."""
     problems: list[str] = []
-    for url in (part.strip() for part in job.nats.url.split(",")):
+    for url in (part.strip() for part in job.nats.address.split(",")):
         try:
             parts = urlsplit(url if "://" in url else f"nats://{url}")
             with socket.create_connection((parts.hostname or "", parts.port or 4222), timeout=REACH_S):
                 return
         except (OSError, ValueError) as error:
             problems.append(f"{url}: {error}")
-    raise ConfigError(
-        f"nats.url = {job.nats.url!r}: no NATS server there ({'; '.join(problems)}); start it, or correct the address"
-    )
+    where = f"nats.cluster = {list(job.nats.cluster)}" if job.nats.cluster else f"nats.url = {job.nats.url!r}"
+    raise ConfigError(f"{where}: no NATS server there ({'; '.join(problems)}); start it, or correct the address")
 
 
 def job_path_of(arguments: argparse.Namespace) -> Path:

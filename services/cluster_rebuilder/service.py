@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pearl_state.watch import Replica
 from services.cluster_rebuilder.config import Config
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.connect import connect
 from services.jobfile import JobFile
+from services.replica import replica_of
 from services.runtime.host import CoreHost
 
 
@@ -20,7 +20,7 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises ConfigError, BusUnavailable."""
     core = ClusterRebuilderCore(Config.of(job))
     bus = await connect(job, core.name)
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         await replica.start(bus, job.job.name)
         await CoreHost(core, bus, job_name=job.job.name, replica=replica).run(stop)

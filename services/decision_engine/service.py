@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import asyncio
 
-from pearl_state.watch import Replica
 from services.connect import connect
 from services.decision_engine.config import Config
 from services.decision_engine.core import DecisionEngineCore
 from services.jobfile import JobFile
+from services.replica import replica_of
 from services.runtime.host import CoreHost
 
 
@@ -20,7 +20,7 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises ConfigError, BusUnavailable."""
     config = Config.of(job)
     bus = await connect(job, "decision_engine")
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         await replica.start(bus, job.job.name)
         await CoreHost(DecisionEngineCore(config), bus, job_name=job.job.name, replica=replica).run(stop)

@@ -17,6 +17,7 @@ from services.jobfile import JobFile
 from services.monitor.board import KINDS, Board
 from services.runtime.bus import Bus, BusUnavailable, Delivery
 from services.runtime.clock import now_ms
+from services.runtime.follow import Follower
 
 DURABLE = tuple(kind for kind in KINDS if kind is not WorkerHeartbeat)
 
@@ -30,7 +31,7 @@ class Collector:
         self._job = job.job.name
         self._on_message = on_message
         self._train_steps = job.pipeline.train_steps
-        self._seen = 0
+        self._events = Follower(bus, stream(self._job, "ev"), f"pearl.{self._job}.ev.>")
         self._replica = Replica()
 
     async def start(self, tasks: asyncio.TaskGroup | None = None) -> None:
@@ -43,10 +44,7 @@ class Collector:
 
     async def catch_up(self) -> None:
         """Read what is new in the event stream. Losing the connection costs nothing: the next call goes on."""
-        async for delivery in self._bus.read(
-            stream(self._job, "ev"), f"pearl.{self._job}.ev.>", first_seq=self._seen + 1
-        ):
-            self._seen = max(self._seen, delivery.seq)
+        async for delivery in self._events.more():
             self._take_delivery(delivery, DURABLE)
 
     async def follow(self, stop: asyncio.Event, *, poll_s: float = 0.3) -> None:

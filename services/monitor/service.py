@@ -12,16 +12,17 @@ import contextlib
 import msgspec
 
 from messages.envelope import Message, UndecodableMessage, decode, encode
-from messages.monitor import DecisionRecord, GpusReturned
+from messages.monitor import DecisionRecord, GpusReturned, StoreRewound
 from messages.orchestrator import GpuFree
 from messages.pipeline_scheduler import BatchReady, Evaluated
 from messages.subjects import decode_on, event_subject, stream
 from services.connect import connect
 from services.jobfile import JobFile
+from services.runtime.follow import Follower
 from services.runtime.log import get_logger
 
 POLL_S = 1.0
-UNHEARD: tuple[type[Message], ...] = (DecisionRecord, Evaluated, GpuFree, BatchReady, GpusReturned)
+UNHEARD: tuple[type[Message], ...] = (DecisionRecord, Evaluated, GpuFree, BatchReady, GpusReturned, StoreRewound)
 """Events that no service consumes (the trainer reads a batch when it is told to train it)."""
 
 
@@ -31,16 +32,13 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
     path = job.run_dir / "decisions.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
     written = _written(path.read_bytes()) if path.exists() else set[str]()
-    seen: dict[type[Message], int] = dict.fromkeys(UNHEARD, 0)
     name, logger = job.job.name, get_logger("monitor")
+    events = {kind: Follower(bus, stream(name, "ev"), event_subject(name, kind)) for kind in UNHEARD}
     try:
         while not stop.is_set():
             with path.open("ab") as log:
                 for kind in UNHEARD:
-                    async for delivery in bus.read(
-                        stream(name, "ev"), event_subject(name, kind), first_seq=seen[kind] + 1
-                    ):
-                        seen[kind] = delivery.seq
+                    async for delivery in events[kind].more():
                         try:
                             record = decode_on(name, delivery.subject, delivery.data, kind)
                         except UndecodableMessage as error:

@@ -40,27 +40,38 @@ _TAPPED: Final = ("ev", "task", "journal", "dead", "cmd", "gen", "tok", "tel", "
 """Families of subjects that the monitor may listen to."""
 
 
+class ClusterPlace(msgspec.Struct, frozen=True, kw_only=True):
+    """What one server of a cluster knows of the others."""
+
+    index: int
+    routes: tuple[str, ...]  # host:port at which each server listens for the others, this one's included
+    secret: str  # without it no other server is let in
+
+
 class ServerPlace(msgspec.Struct, frozen=True, kw_only=True):
     """Where one embedded server listens and keeps its files."""
 
+    host: str = "127.0.0.1"
     port: int
+    cluster: ClusterPlace | None = None
     store_dir: Path
     log_file: Path
     pid_file: Path
 
 
-def server_name(job: str) -> str:
-    """The embedded server's name, by which it is recognised when it answers."""
-    return f"pearl-{job}"
+def server_name(job: str, index: int | None = None) -> str:
+    """The embedded server's name, by which it is recognised when it answers. `index`: its place in a cluster."""
+    return f"pearl-{job}" if index is None else f"pearl-{job}-{index}"
 
 
 def server_config(job: JobFile, keys: Mapping[str, str], place: ServerPlace) -> str:
     """The whole configuration of the embedded server. `keys`: each user's public nkey."""
     store = sum(entry.spec.max_bytes for entry in durable_state(job.job.name)) + _SPARE_STORE
+    cluster = place.cluster
     return "\n".join(
         [
-            f"server_name: {_quoted(server_name(job.job.name))}",
-            f'listen: "127.0.0.1:{place.port}"',
+            f"server_name: {_quoted(server_name(job.job.name, None if cluster is None else cluster.index))}",
+            f"listen: {_quoted(f'{place.host}:{place.port}')}",
             f"max_payload: {MAX_MESSAGE_BYTES}",
             f"max_pending: {8 * MAX_MESSAGE_BYTES}",
             f"log_file: {_quoted(str(place.log_file))}",
@@ -70,10 +81,24 @@ def server_config(job: JobFile, keys: Mapping[str, str], place: ServerPlace) -> 
             "  sync_interval: always  # acknowledged means on disk",
             f"  max_file_store: {store}",
             "}",
+            *(() if cluster is None else _cluster(job, cluster)),
             "feature_flags { js_ack_fc_v2: false }",
             accounts_config(job, keys),
         ]
     )
+
+
+def _cluster(job: JobFile, cluster: ClusterPlace) -> list[str]:
+    """The routes between the servers. They carry everything and are not encrypted: a private network, or one's own server."""
+    others = [route for index, route in enumerate(cluster.routes) if index != cluster.index]
+    return [
+        "cluster {",
+        f"  name: {_quoted(server_name(job.job.name))}",
+        f"  listen: {_quoted(cluster.routes[cluster.index])}",
+        f"  authorization {{ user: route, password: {_quoted(cluster.secret)} }}",
+        f"  routes: [{', '.join(_quoted(f'nats://route:{cluster.secret}@{route}') for route in others)}]",
+        "}",
+    ]
 
 
 def accounts_config(job: JobFile, keys: Mapping[str, str]) -> str:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import secrets
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,20 @@ def ensure_keys(keys_dir: Path, users: Iterable[str]) -> dict[str, str]:
             _write_new(path, _new_seed())
         public[user] = _public_key(path)
     return public
+
+
+def ensure_secret(keys_dir: Path, name: str) -> str:
+    """A random word in a file of its own, made if it is missing: what servers of a cluster know each other by."""
+    keys_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+    path = keys_dir / f"{name}.secret"
+    if not path.exists():
+        _write_new(path, secrets.token_hex(16).encode())
+    secret = path.read_text(encoding="ascii", errors="replace").strip()
+    if not re.fullmatch(r"[A-Za-z0-9]{16,}", secret):
+        raise KeyFileError(
+            f"{path} is not a secret of at least 16 letters and digits: delete it on every node, or copy it"
+        )
+    return secret
 
 
 def _write_new(path: Path, seed: bytes) -> None:

@@ -61,10 +61,11 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         pipeline_scheduler.Evaluated,
         agent.RolloutTask,
         rollout_worker.UpdateWeights,
+        orchestrator.TableAhead,
     ),
     "elastic_scheduler": (decision_engine.BudgetChanged,),
-    "decision_engine": (orchestrator.TargetConfiguration, monitor.DecisionRecord),
-    "orchestrator": (executors.ReconfigurationPlan,),
+    "decision_engine": (orchestrator.TargetConfiguration, monitor.DecisionRecord, orchestrator.TableAhead),
+    "orchestrator": (executors.ReconfigurationPlan, monitor.StoreRewound),
     "cluster_rebuilder": (
         orchestrator.PlanProgress,
         node_agent.Launch,
@@ -73,6 +74,7 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         rollout_worker.SetRole,
         rollout_worker.Drain,
         runtime_tracker.OperationTimed,
+        orchestrator.TableAhead,
     ),
     "toggle_manager": (
         orchestrator.PlanProgress,
@@ -87,6 +89,7 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         trainer.TrainerRelease,
         monitor.GpusReturned,
         runtime_tracker.OperationTimed,
+        orchestrator.TableAhead,
     ),
     "node_agent": (
         elastic_scheduler.NodeUp,
@@ -95,7 +98,12 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         runtime_tracker.NodeHeartbeat,
     ),
     "runtime_tracker": (decision_engine.WorkloadProfile,),
-    "router": (rollout_worker.Generate, rollout_worker.CancelRequest, router.AssignRequest),
+    "router": (
+        rollout_worker.Generate,
+        rollout_worker.CancelRequest,
+        router.AssignRequest,
+        orchestrator.TableAhead,
+    ),
     "rollout_worker": (
         orchestrator.WorkerReady,
         orchestrator.WeightsApplied,
@@ -121,6 +129,7 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         rollout_worker.CancelRequest,
         router.AssignRequest,
         runtime_tracker.RequestFinished,
+        orchestrator.TableAhead,
     ),
     "feed": (elastic_scheduler.GpuAvailable, elastic_scheduler.GpuReclaimed),
     "cli": (elastic_scheduler.GpuAvailable, elastic_scheduler.GpuReclaimed),

@@ -1,4 +1,4 @@
-"""The embedded server: one process a job, on loopback, detached, with its store below the run directory.
+"""The embedded server: one process a job, on loopback (or one of a cluster, at its address), detached, with its store below the run directory.
 
 Owns `<run_dir>/nats/` and `<run_dir>/nats.json`. It outlives whoever started it; a second `start` finds it running,
 and a start after its death uses the same store and the same port, so that clients come back by themselves.
@@ -23,9 +23,9 @@ from typing import Any, Final
 import msgspec
 import psutil
 
-from services.jobfile import JobFile
-from services.nats_server.config import NEWEST, OLDEST, ServerPlace, server_config, server_name
-from services.nats_server.keys import ensure_keys
+from services.jobfile import ROUTES_ABOVE, JobFile
+from services.nats_server.config import NEWEST, OLDEST, ClusterPlace, ServerPlace, server_config, server_name
+from services.nats_server.keys import ensure_keys, ensure_secret
 from services.nats_server.permissions import users
 
 START_TIMEOUT_S: Final = 20.0
@@ -33,6 +33,8 @@ START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 10.0
 PORT_ATTEMPTS: Final = 5
 """Free ports tried: each is looked for first, and may be taken by another before the server has it."""
+ROUTES_SECRET: Final = "routes"
+"""Name of the file in `keys_dir` with which servers of a cluster know each other."""
 _POLL_S: Final = 0.05
 _WATCH_S: Final = 0.25
 _VERSION: Final = re.compile(r"v?(\d+)\.(\d+)\.\S*")
@@ -54,15 +56,15 @@ def keys_dir(job: JobFile) -> Path:
     return Path(job.nats.keys_dir) if job.nats.keys_dir else job.run_dir / "nats" / "keys"
 
 
-def running_file(job: JobFile) -> Path:
-    """The file that says where the embedded server is."""
-    return job.run_dir / "nats.json"
+def running_file(job: JobFile, index: int | None = None) -> Path:
+    """The file that says where the embedded server is. `index`: its place in a cluster."""
+    return job.run_dir / ("nats.json" if index is None else f"nats-{index}.json")
 
 
-def read_running(job: JobFile) -> Running | None:
+def read_running(job: JobFile, index: int | None = None) -> Running | None:
     """What `nats.json` says, or None while there is none."""
     with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
-        return msgspec.json.decode(running_file(job).read_bytes(), type=Running)
+        return msgspec.json.decode(running_file(job, index).read_bytes(), type=Running)
     return None
 
 
@@ -108,27 +110,40 @@ def _check_version(path: Path) -> None:
 
 
 class EmbeddedServer:
-    """The embedded server of one job."""
+    """The embedded server of one job, or the one at `index` of its cluster (`nats.cluster`)."""
 
-    def __init__(self, job: JobFile) -> None:
+    def __init__(self, job: JobFile, index: int | None = None) -> None:
+        """Raises ServerError for an index that the cluster does not have."""
+        if (index is None) is not job.nats.local:
+            raise ServerError(
+                f"job {job.job.name} has {len(job.nats.cluster)} servers in nats.cluster: which one is this? (--index)"
+                if index is None
+                else f"--index {index}: job {job.job.name} has no nats.cluster, so there is one server, without an index"
+            )
+        if index is not None and not 0 <= index < len(job.nats.cluster):
+            raise ServerError(f"--index {index}: nats.cluster has servers 0 to {len(job.nats.cluster) - 1}")
         self._job = job
+        self._index = index
+        host, _, port = job.nats.cluster[index].rpartition(":") if index is not None else ("127.0.0.1", "", "")
+        self._host = host
+        self._port = int(port) if port else job.nats.port  # 0: any
         # Absolute: the server does not run in our working directory.
-        self._dir = job.run_dir.resolve() / "nats"
+        self._dir = job.run_dir.resolve() / ("nats" if index is None else f"nats-{index}")
 
     @property
     def pid(self) -> int | None:
         """Its process, if it runs."""
-        running = read_running(self._job)
+        running = read_running(self._job, self._index)
         return running.pid if running is not None and self._is_ours(running.pid) else None
 
     async def start(self) -> Running:
         """Start it, unless it runs already, and wait until it answers. Raises ServerError."""
-        earlier = read_running(self._job)
+        earlier = read_running(self._job, self._index)
         keys = ensure_keys(keys_dir(self._job), [user.name for user in users(self._job)])
         config = self._dir / "nats.conf"
         if earlier is not None and self._is_ours(earlier.pid) and await self._answers(_port_of(earlier.url)):
             wanted = server_config(self._job, keys, self._place(_port_of(earlier.url)))
-            if config.read_text(encoding="utf-8") == wanted and self._job.nats.port in (0, _port_of(earlier.url)):
+            if config.read_text(encoding="utf-8") == wanted and self._port in (0, _port_of(earlier.url)):
                 return earlier
             # Left over from a run of an older job file: other nodes, hence other users' permissions.
             await self.stop()
@@ -145,12 +160,13 @@ class EmbeddedServer:
                 break
             except ServerError:
                 # A port that was free a moment ago, and that somebody else (another demo) has taken since.
-                if self._job.nats.port or is_free(place.port) or attempts == PORT_ATTEMPTS:
+                if self._port or is_free(place.port, self._host) or attempts == PORT_ATTEMPTS:
                     raise
-        running = Running(url=f"nats://127.0.0.1:{place.port}", pid=process.pid)
-        part = running_file(self._job).with_suffix(".part")
+        running = Running(url=f"nats://{self._host}:{place.port}", pid=process.pid)
+        file = running_file(self._job, self._index)
+        part = file.with_suffix(".part")
         part.write_bytes(msgspec.json.encode(running))
-        part.rename(running_file(self._job))
+        part.rename(file)
         return running
 
     async def stop(self) -> None:
@@ -180,8 +196,18 @@ class EmbeddedServer:
             await asyncio.sleep(_WATCH_S)
 
     def _place(self, port: int) -> ServerPlace:
+        cluster = None
+        if self._index is not None:
+            addresses = (each.rpartition(":") for each in self._job.nats.cluster)
+            cluster = ClusterPlace(
+                index=self._index,
+                routes=tuple(f"{host}:{int(number) + ROUTES_ABOVE}" for host, _, number in addresses),
+                secret=ensure_secret(keys_dir(self._job), ROUTES_SECRET),
+            )
         return ServerPlace(
+            host=self._host,
             port=port,
+            cluster=cluster,
             store_dir=self._dir / "store",
             log_file=self._dir / "nats.log",
             pid_file=self._dir / "nats.pid",
@@ -189,15 +215,19 @@ class EmbeddedServer:
 
     def _choose_port(self, earlier: Running | None) -> int:
         """The configured port, or the one it had, or a free one. A configured one that is taken is an error."""
-        wanted = self._job.nats.port
+        wanted = self._port
         if wanted:
-            if not is_free(wanted):
-                raise ServerError(f"port {wanted} is taken: set nats.port to another, or to 0 for any free one")
+            if not is_free(wanted, self._host):
+                raise ServerError(
+                    f"port {wanted} is taken: set nats.port to another, or to 0 for any free one"
+                    if self._index is None
+                    else f"{self._host}:{wanted} of nats.cluster is taken, or is no address of this machine"
+                )
             return wanted
         if earlier is not None and is_free(_port_of(earlier.url)):
             return _port_of(earlier.url)
         with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
+            probe.bind((self._host, 0))
             return int(probe.getsockname()[1])
 
     def _spawn(self, binary: Path, config: Path) -> subprocess.Popen[bytes]:
@@ -241,7 +271,7 @@ class EmbeddedServer:
         """Whether our server greets on this port: the greeting names it and tells that JetStream is up."""
         try:
             async with asyncio.timeout(1.0):
-                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                reader, writer = await asyncio.open_connection(self._host, port)
                 try:
                     greeting = await reader.readline()
                 finally:
@@ -252,7 +282,9 @@ class EmbeddedServer:
             return False
         with contextlib.suppress(ValueError):
             info: dict[str, Any] = json.loads(greeting[5:])
-            return info.get("server_name") == server_name(self._job.job.name) and bool(info.get("jetstream"))
+            return info.get("server_name") == server_name(self._job.job.name, self._index) and bool(
+                info.get("jetstream")
+            )
         return False
 
     def _is_ours(self, pid: int) -> bool:
@@ -281,12 +313,12 @@ def _port_of(url: str) -> int:
     return int(url.rpartition(":")[2])
 
 
-def is_free(port: int) -> bool:
-    """Whether a server may listen on this port of loopback now."""
+def is_free(port: int, host: str = "127.0.0.1") -> bool:
+    """Whether a server may listen on this port now, by default of loopback."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind(("127.0.0.1", port))
+            probe.bind((host, port))
         except OSError:
             return False
     return True

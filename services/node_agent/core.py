@@ -73,6 +73,10 @@ class Exited(msgspec.Struct, frozen=True):
     how: str
 
 
+class StreamWentBack(msgspec.Struct, frozen=True):
+    """The stream lost its newest events: sequences up to those known here are given out again."""
+
+
 class Stop(msgspec.Struct, frozen=True):
     """The agent is to end, and everything it runs with it."""
 
@@ -146,6 +150,12 @@ class NodeState(msgspec.Struct, frozen=True, kw_only=True):
     answers: int = 0  # numbers repeated answers
 
     @property
+    def ended(self) -> tuple[tuple[WorkerId, int], ...]:
+        """The newest incarnation of each slot that has ended, where none runs."""
+        running = {process.worker for process in self.processes}
+        return tuple((fence.worker, int(fence.incarnation)) for fence in self.fences if fence.worker not in running)
+
+    @property
     def workers(self) -> tuple[tuple[WorkerId, int], ...]:
         """What a heartbeat says."""
         return tuple((process.worker, int(process.incarnation)) for process in self.processes)
@@ -191,6 +201,10 @@ class NodeAgentCore:
                 state, effects = self.on_adopted(state, adopted)
             case Restored():
                 state, effects = msgspec.structs.replace(state, restored=True), ()
+            case StreamWentBack():
+                # What is known of the GPUs stays true; whatever the stream says from now on is newer.
+                claims = tuple(msgspec.structs.replace(claim, seq=0) for claim in state.claims)
+                state, effects = msgspec.structs.replace(state, claims=claims), ()
             case Stop():
                 state, effects = msgspec.structs.replace(state, stopping=True), ()
             case other:
@@ -223,8 +237,13 @@ class NodeAgentCore:
         if launch.gpus != gpus:
             return state, (Refuse(f"launch of {launch.worker} on other GPUs than its {list(gpus)}"),)
         fence = _fence_of(state, launch.worker)
-        if state.stopping or (fence is not None and launch.incarnation <= fence.incarnation):
+        if state.stopping:
             return state, ()
+        if fence is not None and launch.incarnation <= fence.incarnation:
+            if _of(state, launch.worker) is not None:
+                return state, ()
+            # Its end was told; whoever still asks for it has not heard (the broker may have lost it).
+            return self._gone_again(state, launch.worker, launch.incarnation, fence.reason)
         running = _of(state, launch.worker)
         if running is not None and running.incarnation >= launch.incarnation:
             return state, ()
@@ -247,9 +266,15 @@ class NodeAgentCore:
         reason = fence.reason if fence is not None and fence.incarnation == kill.incarnation else "not running"
         # A launch of it may still be on its way: it must not start after its end has been reported.
         state = self._fence(state, kill.worker, kill.incarnation, reason)
+        return self._gone_again(state, kill.worker, kill.incarnation, reason)
+
+    def _gone_again(
+        self, state: NodeState, worker: WorkerId, incarnation: Incarnation, reason: str
+    ) -> tuple[NodeState, NodeEffects]:
+        """Say that an incarnation is gone, under an id of its own."""
         state = msgspec.structs.replace(state, answers=state.answers + 1)
-        gone = WorkerGone(worker=kill.worker, incarnation=kill.incarnation, reason=reason)
-        msg_id = f"{tag_of(WorkerGone)}:{kill.worker}:{kill.incarnation}:{state.clock_ms}:{state.answers}"
+        gone = WorkerGone(worker=worker, incarnation=incarnation, reason=reason)
+        msg_id = f"{tag_of(WorkerGone)}:{worker}:{incarnation}:{state.clock_ms}:{state.answers}"
         return state, (Send(gone, msg_id),)
 
     def _wrong_slot(self, state: NodeState, worker: WorkerId, incarnation: Incarnation) -> str:

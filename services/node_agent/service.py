@@ -41,6 +41,7 @@ from services.node_agent.core import (
     Started,
     StartFailed,
     Stop,
+    StreamWentBack,
 )
 from services.node_agent.processes import Pids, Process
 from services.runtime.bus import Bus, BusError, Consumer, Delivery, Subscription
@@ -55,6 +56,8 @@ IDLE_S = 1.0
 """Longest time between two Ticks."""
 RETRY_FIRST_S = 0.1
 RETRY_MOST_S = 5.0
+LOOKS = 8  # at an event that seems to be missing: one of several replicas may lag behind
+LOOK_AGAIN_S = 0.25
 LAST_REPORTS_S = 3.0
 """How long a stopping agent waits for its last reports to be stored."""
 MOST_REPORTS_WAITING = 1024  # beyond it dead letters are only logged
@@ -115,6 +118,7 @@ class NodeAgent:
         self._reports: deque[tuple[Message, str]] = deque()
         self._reports_wake = asyncio.Event()
         self._letters = 0
+        self._up: NodeUp | None = None
         self._watches: set[asyncio.Task[None]] = set()
         self._log = get_logger(self._core.name)
 
@@ -125,6 +129,7 @@ class NodeAgent:
         events = stream(self._job, "ev")
         commands: Subscription | None = None
         capacity: Consumer | None = None
+        self._bus.on_reconnect(self._look_back)
         tasks: list[asyncio.Task[None]] = []
         try:
             incarnation = await self._restore(events)
@@ -136,14 +141,13 @@ class NodeAgent:
                 async for delivery in self._bus.read(events, subject):
                     self._take_capacity(delivery)
             self._feed(Restored())
-            self._report_later(
-                NodeUp(
-                    node=self._config.node,
-                    gpus=tuple(range(self._config.gpus)),
-                    agent_incarnation=incarnation,
-                    host=self._host,
-                )
+            self._up = NodeUp(
+                node=self._config.node,
+                gpus=tuple(range(self._config.gpus)),
+                agent_incarnation=incarnation,
+                host=self._host,
             )
+            self._report_later(self._up)
             async with asyncio.TaskGroup() as group:
                 pumps = (
                     self._pump_commands(commands),
@@ -303,9 +307,34 @@ class NodeAgent:
         self._feed(message, delivery.at_ms, delivery.seq)
         return True
 
+    async def _look_back(self) -> None:
+        """After a reconnection: are the newest capacity event and this agent's own arrival still in the stream?"""
+        events = stream(self._job, "ev")
+        newest = max((claim.seq for claim in self._state.claims), default=0)
+        if newest:
+            for _ in range(LOOKS):
+                kept = [
+                    each.seq
+                    async for each in self._bus.read(
+                        events, f"pearl.{self._job}.ev.>", first_seq=newest, last_seq=newest
+                    )
+                ]
+                if kept:
+                    break
+                await asyncio.sleep(LOOK_AGAIN_S)
+            else:
+                self._log.warning(f"capacity event {newest} is gone from the stream", action="stream_went_back")
+                self._feed(StreamWentBack())
+        if self._up is None:
+            return
+        subject = event_subject(self._job, NodeUp, self._config.node)
+        last = await self._newest(events, subject, NodeUp)
+        if last is None or last.agent_incarnation < self._up.agent_incarnation:
+            self._report_later(self._up)
+
     async def _heartbeats(self) -> None:
         while True:
-            beat = NodeHeartbeat(node=self._config.node, workers=self._state.workers)
+            beat = NodeHeartbeat(node=self._config.node, workers=self._state.workers, ended=self._state.ended)
             try:
                 await self._bus.publish(subject_of(self._job, beat), encode(beat))
             except BusError as error:

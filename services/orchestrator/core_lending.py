@@ -66,6 +66,9 @@ def _settled(pair: Pair, row: Row, borrows: bool) -> Pair:
     """The pair moved on by one borrow's or return's step, where its row asks for it."""
     if pair.residency is Residency.TRAINING and borrows:
         pair = msgspec.structs.replace(toggle(pair, Residency.RELEASING), deadline_ms=0)
+    if pair.residency is Residency.FREE and pair.unsure:
+        # Rollout's memory is given back for sure, the trainer's is not: it is asked for it before the next borrow.
+        pair = msgspec.structs.replace(toggle(pair, Residency.TRAINING), unsure=False)
     if pair.residency is Residency.FREE and row.stage is Stage.LAUNCHING and row.ready:
         pair = msgspec.structs.replace(toggle(pair, Residency.ACTIVATING), deadline_ms=0)
     if pair.residency is Residency.ACTIVATING and row.activity is Activity.ACTIVE:
@@ -130,7 +133,12 @@ def may_train(table: RoleTable) -> bool:
 def occupied(table: RoleTable) -> tuple[Pair, ...]:
     """The pairs once training owns its GPUs."""
     assert may_train(table), "training waits until its GPUs are free"
-    return tuple(toggle(pair, Residency.TRAINING) if pair.residency is Residency.FREE else pair for pair in table.pairs)
+    return tuple(
+        msgspec.structs.replace(toggle(pair, Residency.TRAINING), unsure=False)
+        if pair.residency is Residency.FREE
+        else pair
+        for pair in table.pairs
+    )
 
 
 def vacated(table: RoleTable) -> tuple[Pair, ...]:

@@ -8,6 +8,9 @@ What holds:
 
 - A batch of inputs is one epoch: one guarded write, then the effects, then the acknowledgements. A crash in between
   repeats inputs, which changes nothing (core.py), and publishes the plan in the table again under the same message id.
+- A store that lost its last moments is noticed: by what this process remembers, by holders of replicas (`table.ahead/1`), by
+  incarnations that node agents speak of. Then the table is made anew from what workers report (core_rebuild.py), above all
+  that was ever given out.
 - A second orchestrator stands by on the lease. If both ever believe to be in charge, one write fails: that one is
   deposed, forgets what it held, and stands by.
 """
@@ -27,15 +30,17 @@ import msgspec
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message, Misplaced, UndecodableMessage, brief, encode
 from messages.executors import ReconfigurationPlan
-from messages.ids import Epoch, Incarnation, Zone
-from messages.orchestrator import TargetConfiguration, WorkerGone, WorkerReady
+from messages.ids import Epoch, Incarnation, WorkerId, Zone
+from messages.monitor import StoreRewound
+from messages.orchestrator import TableAhead, TargetConfiguration, WorkerGone, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
-from messages.runtime_tracker import NodeHeartbeat
+from messages.runtime_tracker import NodeHeartbeat, WorkerHeartbeat
 from messages.subjects import (
     TABLE_KEY,
     decode_on,
     event_subject,
     message_id,
+    node_of,
     roles_bucket,
     stream,
     subject_of,
@@ -49,8 +54,9 @@ from services.jobfile import JobFile
 from services.orchestrator.config import Config
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.core_plans import plan_message
+from services.orchestrator.core_rebuild import Evidence, WorkerReport, adopted, rebuilt, why_rewound
 from services.orchestrator.leases import NodeLeases
-from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription
+from services.runtime.bus import Bus, BusUnavailable, Consumer, Delivery, Subscription, WrongLastSequence
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Effect, Input, Note, Refuse, Send, Tick
 from services.runtime.dead_letters import dead_letter
@@ -62,6 +68,11 @@ ACK_WAIT_S: Final = 10.0  # redelivery is harmless, so soon; longer than a turn 
 RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
 MOST_DEAD_HEARTBEATS: Final = 4  # kept a tick of those that cannot be read; more are dropped
+LISTEN_S: Final = 4.0  # several heartbeats, and longer than a replica goes without looking at the bucket
+LOOKS: Final = 8  # at what seems to be missing, before it is: a replica of the broker's may lag behind
+LOOK_AGAIN_S: Final = 0.25
+MOST_UNSEEN: Final = 10_000  # incarnations of a slot that a broker may have lost; more is nonsense
+MOST_AHEAD: Final = 10_000_000  # epochs; who speaks of more is not believed, since epochs never fall again
 
 T = TypeVar("T")
 M = TypeVar("M", bound=Message)
@@ -85,6 +96,10 @@ class _Stopped(Exception):
     """The stop event came while something was retried."""
 
 
+class _Rewound(Exception):
+    """The store is older than the cluster; says what shows it."""
+
+
 class Orchestrator:
     """One candidate for being in charge. `bus` is the event user's connection, `tables` the table writer's."""
 
@@ -97,7 +112,9 @@ class Orchestrator:
         tick_ms: int = 200,
         clock: Clock = now_ms,
         holder: str = "",
+        listen_s: float = LISTEN_S,
     ) -> None:
+        """`listen_s`: how long workers are listened to before the table is made anew from what they say."""
         self._core = core
         self._job = core.config.job
         self._bus = bus
@@ -111,6 +128,10 @@ class Orchestrator:
         self._store = TableStore(tables, self._job)
         self._nodes = frozenset(slot.node for slot in core.config.slots)
         self._dead_heartbeats: list[tuple[Delivery, str]] = []
+        self._listen_s = listen_s
+        self._seen_epoch = 0  # the newest epoch known to have been written, by whoever
+        self._newest: dict[WorkerId, int] = {}  # incarnations that node agents have spoken of
+        self._verified = True  # False: the connection was away, the store may have gone back
         self.table: RoleTable | None = None
         """The table as last written here; None while standing by."""
         bus.on_reconnect(self._reconnected)
@@ -134,7 +155,7 @@ class Orchestrator:
     async def _in_charge(self, lease: Lease) -> None:
         """Restore the table, then turn after turn. Raises Deposed."""
         done = asyncio.Event()
-        subscription: Subscription | None = None
+        subscriptions: list[Subscription] = []
         consumer: Consumer | None = None
         try:
             async with asyncio.TaskGroup() as group:
@@ -142,15 +163,27 @@ class Orchestrator:
                 pumps: list[asyncio.Task[None]] = []
                 try:
                     await self._restore()
-                    heartbeats = telemetry_subject(self._job, NodeHeartbeat)
-                    subscription = await self._persist(lambda: self._bus.subscribe(heartbeats), "hear heartbeats")
+                    for kind in (NodeHeartbeat, TableAhead):
+                        subject = telemetry_subject(self._job, kind)
+                        hear = await self._persist(
+                            lambda subject=subject: self._bus.subscribe(subject), f"hear {subject}"
+                        )
+                        subscriptions.append(hear)
+                        pumps.append(group.create_task(self._pump_telemetry(hear, kind)))
                     consumer = await self._persist(self._attach, "attach its consumer")
                     batches: asyncio.Queue[Sequence[Delivery]] = asyncio.Queue(1)
-                    pumps = [
-                        group.create_task(self._pump_heartbeats(subscription)),
-                        group.create_task(self._pump_events(consumer, batches)),
-                    ]
-                    await self._turns(consumer, batches)
+                    pumps.append(group.create_task(self._pump_events(consumer, batches)))
+                    while not self._stop.is_set():
+                        try:
+                            await self._turns(consumer, batches)
+                        except _Rewound as rewound:
+                            self._log.error(f"the store went back: {rewound}", action="orchestrator.rewound")
+                            pumps.pop().cancel()  # what it fetched is of a stream that is no more
+                            await consumer.stop()
+                            await self._restore()
+                            consumer = await self._persist(self._attach, "attach its consumer")
+                            batches = asyncio.Queue(1)
+                            pumps.append(group.create_task(self._pump_events(consumer, batches)))
                 finally:
                     for pump in pumps:
                         pump.cancel()
@@ -160,7 +193,7 @@ class Orchestrator:
         except BaseExceptionGroup as errors:
             raise errors.exceptions[0] from None
         finally:
-            if subscription is not None:
+            for subscription in subscriptions:
                 await subscription.stop()
             if consumer is not None:
                 await consumer.stop()
@@ -170,7 +203,18 @@ class Orchestrator:
     async def _restore(self) -> None:
         """The table as it was last written (a first one where there is none), and the plan in it, said again."""
         self._store = TableStore(self._tables, self._job)
-        stored = await self._persist(self._store.restore, "read the role table")
+        self._verified = True
+        reason = ""
+        stored: RoleTable | None = None
+        for look in range(LOOKS):
+            if look:
+                await self._pause(LOOK_AGAIN_S)
+            stored = await self._persist(self._store.restore, "read the role table")
+            reason = "" if stored is None else why_rewound(stored, await self._evidence(stored, looks=1))
+            if not reason:
+                break
+        if stored is not None and reason:
+            stored = await self._rebuild_from_reports(stored, reason)
         table = stored if stored is not None else await self._rebuild()
         table = self._core.with_slots(table)
         broken = violations(table)
@@ -187,6 +231,121 @@ class Orchestrator:
         # What a predecessor fetched and did not acknowledge comes again only later: read it now.
         cursor = table.writer.cursor
         await self._turn(await self._persist(lambda: self._since(cursor), "read its stream"), None)
+
+    async def _evidence(
+        self, table: RoleTable, reports: Sequence[WorkerReport] = (), *, looks: int = LOOKS
+    ) -> Evidence:
+        """What is known now apart from the bucket. `looks`: at the stream, before an event counts as gone."""
+        last = await self._stream_end(table.writer.cursor, looks)
+        newest = tuple(sorted(self._newest.items()))
+        return Evidence(seen_epoch=self._seen_epoch, newest=newest, reports=tuple(reports), last_event=last)
+
+    async def _stream_end(self, least: int, looks: int) -> int:
+        """Sequence of an event at or after `least`, if there is one; else of the newest there is (0 for `least` 0)."""
+        everything, name = f"pearl.{self._job}.ev.>", stream(self._job, "ev")
+
+        async def look() -> int:
+            async for delivery in self._bus.read(name, everything, first_seq=max(1, least)):
+                return delivery.seq
+            return 0
+
+        async def newest() -> int:
+            return max([each.seq async for each in self._bus.read(name, everything)], default=0)
+
+        for number in range(looks if least else 0):
+            if number:
+                await self._pause(LOOK_AGAIN_S)
+            found = await self._persist(look, "look at its stream")
+            if found:
+                return found
+        return await self._persist(newest, "look for the end of its stream") if least else 0
+
+    async def _pause(self, seconds: float) -> None:
+        """Raises _Stopped."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stop.wait(), seconds)
+        if self._stop.is_set():
+            raise _Stopped
+
+    async def _rebuild_from_reports(self, stored: RoleTable, reason: str) -> RoleTable:
+        """The table as workers report it, written above every epoch that was seen; or as stored, if it was only read too early.
+
+        Nothing is decided meanwhile: routers keep the table they have, and workers serve on.
+        """
+        self._log.error(f"the store went back: {reason}; listening to the workers", action="orchestrator.rewound")
+        reports = await self._listen()
+        evidence = await self._evidence(stored, reports)
+        target = await self._persist(lambda: self._last(TargetConfiguration), "look for the newest target")
+        cursor = target[0].seq - 1 if target is not None else 0  # the target is the first input
+        table = rebuilt(stored, evidence, cursor, self._clock())
+        await self._persist(lambda: self._store.write_rebuilt(table), "write the role table made anew")
+        self._seen_epoch = table.epoch
+        said = StoreRewound(
+            epoch=table.epoch,
+            stored_epoch=stored.epoch,
+            seen_epoch=Epoch(evidence.seen_epoch),
+            reason=reason,
+            adopted=adopted(table),
+        )
+        await self._publish((Send(said),))
+        return table
+
+    async def _listen(self) -> tuple[WorkerReport, ...]:
+        """What workers say of themselves, and node agents and replicas of what they have seen, for `listen_s`."""
+        reports: dict[WorkerId, WorkerReport] = {}
+        loop = asyncio.get_running_loop()
+        subjects = [telemetry_subject(self._job, kind) for kind in (WorkerHeartbeat, NodeHeartbeat, TableAhead)]
+        hearing: list[Subscription] = []
+
+        async def hear(subscription: Subscription) -> None:
+            async for delivery in subscription:
+                with contextlib.suppress(UndecodableMessage):
+                    said = decode_on(
+                        self._job, delivery.subject, delivery.data, WorkerHeartbeat, NodeHeartbeat, TableAhead
+                    )
+                    if isinstance(said, WorkerHeartbeat):
+                        reports[said.worker] = _report(said)
+                    else:
+                        self._take_telemetry(said)
+
+        try:
+            for subject in subjects:
+                hearing.append(
+                    await self._persist(lambda subject=subject: self._bus.subscribe(subject), f"hear {subject}")
+                )
+            tasks = [loop.create_task(hear(each)) for each in hearing]
+            try:
+                await self._pause(self._listen_s)
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            for each in hearing:
+                await each.stop()
+        return tuple(reports[worker] for worker in sorted(reports))
+
+    async def _verify(self) -> None:
+        """Raise _Rewound if the store is older than what this process remembers of it, or than what others speak of."""
+        assert self.table is not None
+        if not self._verified:
+            for look in range(LOOKS + 1):
+                if look == LOOKS:
+                    raise _Rewound(f"revision {self._store.revision} of the role table is gone from its bucket")
+                if look:
+                    await self._pause(LOOK_AGAIN_S)
+                entry = await self._persist(
+                    lambda: self._tables.get(roles_bucket(self._job), TABLE_KEY), "look at the role table"
+                )
+                if entry is not None and entry.revision >= self._store.revision:
+                    break
+            evidence = await self._evidence(self.table)
+            self._verified = True
+        else:
+            newest = tuple(sorted(self._newest.items()))
+            evidence = Evidence(seen_epoch=self._seen_epoch, newest=newest, last_event=max(1, self.table.writer.cursor))
+        if reason := why_rewound(self.table, evidence):
+            raise _Rewound(reason)
 
     async def _rebuild(self) -> RoleTable:
         """A table for a job whose bucket is empty. Normally the job is new, and so is the table.
@@ -255,19 +414,34 @@ class Orchestrator:
             if batch:
                 await batches.put(batch)
 
-    async def _pump_heartbeats(self, subscription: Subscription) -> None:
+    async def _pump_telemetry(self, subscription: Subscription, kind: type[NodeHeartbeat | TableAhead]) -> None:
         async for delivery in subscription:
             try:
-                beat = decode_on(self._job, delivery.subject, delivery.data, NodeHeartbeat)
-                if beat.node not in self._nodes:
-                    raise Misplaced(f"node {brief(beat.node)!r} is not in the job file")
-                self._leases.heard(beat, self._clock())
+                self._take_telemetry(decode_on(self._job, delivery.subject, delivery.data, kind))
             except UndecodableMessage as error:
                 if len(self._dead_heartbeats) < MOST_DEAD_HEARTBEATS:
                     self._dead_heartbeats.append((delivery, error.reason))
 
+    def _take_telemetry(self, said: NodeHeartbeat | TableAhead) -> None:
+        """Remember what a node agent, or the holder of a replica, has seen. Raises Misplaced."""
+        if isinstance(said, TableAhead):
+            newest = max(self._seen_epoch, 0 if self.table is None else self.table.epoch)
+            if not 0 <= said.epoch <= newest + MOST_AHEAD:
+                raise Misplaced(f"epoch {said.epoch} is far beyond {newest}")
+            self._seen_epoch = max(self._seen_epoch, said.epoch)
+            return
+        if said.node not in self._nodes:
+            raise Misplaced(f"node {brief(said.node)!r} is not in the job file")
+        rows = {} if self.table is None else self.table.by_worker
+        for worker, incarnation in (*said.workers, *said.ended):
+            known = max(self._newest.get(worker, 0), rows[worker].incarnation if worker in rows else 0)
+            if node_of(worker) == said.node and known < incarnation <= known + MOST_UNSEEN:
+                self._newest[worker] = incarnation
+        self._leases.heard(said, self._clock())
+
     async def _reconnected(self) -> None:
         self._leases.renew_all(self._clock())
+        self._verified = False
 
     # -- turns
 
@@ -279,9 +453,12 @@ class Orchestrator:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_tick):
                     batch = await batches.get()
+            if not self._verified:
+                await self._verify()
             if batch:
                 await self._turn(batch, consumer)
             if loop.time() >= next_tick:
+                await self._verify()
                 next_tick = loop.time() + self._tick_s
                 dead, self._dead_heartbeats = self._dead_heartbeats, []
                 for delivery, reason in dead:
@@ -343,6 +520,7 @@ class Orchestrator:
 
     async def _write(self, table: RoleTable) -> None:
         await self._persist(lambda: self._store.write(table), "write the role table")
+        self._seen_epoch = max(self._seen_epoch, table.epoch)
 
     async def _publish(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
@@ -369,10 +547,15 @@ class Orchestrator:
         while True:
             try:
                 return await action()
-            except BusUnavailable as error:
+            except (BusUnavailable, WrongLastSequence) as error:
+                # A guarded write is refused, and the value read back fits the guard: that replica lags. The next look tells.
                 self._log.warning(f"cannot {what} ({error}); trying again", action="orchestrator.bus_away")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), wait_s)
                 if self._stop.is_set():
                     raise _Stopped from None
                 wait_s = min(RETRY_MOST_S, 2 * wait_s)
+
+
+def _report(beat: WorkerHeartbeat) -> WorkerReport:
+    return WorkerReport(beat.worker, beat.incarnation, beat.serving, beat.role, beat.role_generation, beat.version)

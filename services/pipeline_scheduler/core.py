@@ -30,6 +30,7 @@ from messages.pipeline_scheduler import (
     WeightsPublished,
 )
 from messages.rollout_worker import UpdateWeights
+from messages.subjects import message_id
 from pearl_state.model import RoleTable, Row
 from pearl_state.peers import wrong_version, wrong_weights
 from services.pipeline_scheduler.batches import (
@@ -40,6 +41,7 @@ from services.pipeline_scheduler.batches import (
     group_id,
     locate,
     task,
+    trajectory_id,
     with_group,
     with_member,
 )
@@ -60,6 +62,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     rewards: dict[str, float] = {}
     floor: int = 0
+
+
+class TasksLost(msgspec.Struct, frozen=True):
+    """Tasks (trajectory, retry) that are in flight by this state, and neither in the queue nor ended: the broker lost them."""
+
+    tasks: frozenset[tuple[str, int]]
 
 
 class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,6 +116,8 @@ class PipelineSchedulerCore:
             case RoleTable() as table:
                 self._table = table
                 effects = ()
+            case TasksLost() as lost:
+                effects = self.on_tasks_lost(state, lost, event.now_ms)
             case Tick():
                 effects = ()
             case _:
@@ -148,7 +158,42 @@ class PipelineSchedulerCore:
             return state, (Refuse(problem),)
         if state.published is not None and message.version <= state.published.version:
             return state, ()
-        return msgspec.structs.replace(state, published=message, published_ms=now_ms, asked_ms=0), ()
+        notes: Effects = ()
+        if message.version > state.trained + (state.begun == state.trained):
+            state, notes = self._catch_up(state, message.version)
+        return msgspec.structs.replace(state, published=message, published_ms=now_ms, asked_ms=0), notes
+
+    def _catch_up(self, state: PipelineState, version: int) -> tuple[PipelineState, Effects]:
+        """The trainer is ahead of this state: the broker lost what happened since. Batches below its version are trained.
+
+        What is under way for them is in vain; its ends will be ignored.
+        """
+        forgotten = sum(batch.running + batch.ended for batch in state.batches if batch.batch < version)
+        text = f"version {version} is published, {state.trained} was due: {forgotten} trajectories of trained batches are in vain"
+        state = msgspec.structs.replace(
+            state,
+            batches=tuple(batch for batch in state.batches if batch.batch >= version),
+            trained=version,
+            admitted=max(state.admitted, version),
+            floors=(),
+        )
+        return state, (Note("caught_up", text, "warning"),)
+
+    def on_tasks_lost(self, state: PipelineState, lost: TasksLost, now_ms: int) -> Effects:
+        """Give out again what is still in flight, under ids of their own; a task that runs twice is journalled once."""
+        again = [
+            self._task(batch.batch, group, member)
+            for batch in state.batches
+            for group in batch.groups
+            for member in range(len(group.members))
+            if not group.waiting and group.members[member].ended is None
+        ]
+        effects: list[Effect] = []
+        for each in again:
+            if (each.trajectory, each.retry) in lost.tasks:
+                effects.append(Note("task_lost", f"{each.trajectory} try {each.retry}: given out again", "warning"))
+                effects.append(Send(each, msg_id=f"{message_id(each)}:{now_ms}"))
+        return tuple(effects)
 
     def on_step_finished(self, state: PipelineState, message: StepFinished) -> tuple[PipelineState, Effects]:
         """The batch is committed: forget it, and let its journal go in time."""
@@ -282,6 +327,16 @@ class PipelineSchedulerCore:
         if state.serving < 0 or state.serving < batch.batch - self.config.staleness:
             return None
         return batch
+
+    def in_flight(self, state: PipelineState) -> frozenset[tuple[str, int]]:
+        """Tasks (trajectory, retry) that were given out and have not ended."""
+        return frozenset(
+            (trajectory_id(batch.batch, group, index), member.retry)
+            for batch in state.batches
+            for group in batch.groups
+            for index, member in enumerate(group.members)
+            if not group.waiting and member.ended is None
+        )
 
     def _tasks(self, batch: int, group: Group) -> tuple[RolloutTask, ...]:
         return tuple(self._task(batch, group, member) for member in range(len(group.members)))

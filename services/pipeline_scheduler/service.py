@@ -8,15 +8,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 
-from messages.subjects import stream
-from pearl_state.watch import Replica
+from messages.agent import RolloutTask
+from messages.envelope import UndecodableMessage
+from messages.pipeline_scheduler import TrajectoryCompleted
+from messages.subjects import decode_on, event_subject, stream
 from services.connect import connect
 from services.jobfile import JobFile
 from services.pipeline_scheduler.config import Config
-from services.pipeline_scheduler.core import PipelineSchedulerCore, PipelineState
+from services.pipeline_scheduler.core import PipelineSchedulerCore, PipelineState, TasksLost
+from services.replica import replica_of
 from services.runtime.bus import Bus, BusUnavailable
 from services.runtime.host import CoreHost
 
+LOOK_EVERY_S = 10.0
+"""A task that the broker lost is given out again after twice this."""
 PURGE_EVERY_S = 5.0
 """The journal is bounded by its stream anyway; purging it late costs only disk."""
 
@@ -24,17 +29,53 @@ PURGE_EVERY_S = 5.0
 async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Serve until `stop`."""
     bus = await connect(job, "pipeline_scheduler")
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         await replica.start(bus, job.job.name)
-        host = CoreHost(PipelineSchedulerCore(Config.of(job)), bus, job_name=job.job.name, replica=replica)
+        core = PipelineSchedulerCore(Config.of(job))
+        host = CoreHost(core, bus, job_name=job.job.name, replica=replica)
         async with asyncio.TaskGroup() as tasks:
+            looking = tasks.create_task(_look_after_tasks(job, bus, core, host))
             purging = None if job.pipeline.keep_journal else tasks.create_task(_purge(job, bus, host))
             await host.run(stop)
+            looking.cancel()
             if purging is not None:
                 purging.cancel()
     finally:
         await bus.close()
+
+
+async def _look_after_tasks(job: JobFile, bus: Bus, core: PipelineSchedulerCore, host: CoreHost[PipelineState]) -> None:
+    """Tell the core of tasks in flight that are nowhere any more."""
+    before: frozenset[tuple[str, int]] = frozenset()
+    while True:
+        await asyncio.sleep(LOOK_EVERY_S)
+        with contextlib.suppress(BusUnavailable):
+            missing = await missing_tasks(job.job.name, bus, core.in_flight(host.state))
+            # Twice in a row: what ended a moment ago, or is being given out, looks the same.
+            lost = [task for task in sorted(missing & before) if not await _has_ended(job.job.name, bus, *task)]
+            before = missing
+            if lost:
+                host.feed(TasksLost(frozenset(lost)))
+
+
+async def missing_tasks(job: str, bus: Bus, in_flight: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
+    """Those of `in_flight` that the queue does not have, neither waiting nor held by an agent. Raises BusUnavailable."""
+    queued: set[tuple[str, int]] = set()
+    async for delivery in bus.read(stream(job, "task"), f"pearl.{job}.task.*"):
+        with contextlib.suppress(UndecodableMessage):
+            task = decode_on(job, delivery.subject, delivery.data, RolloutTask)
+            queued.add((task.trajectory, task.retry))
+    return in_flight - queued
+
+
+async def _has_ended(job: str, bus: Bus, trajectory: str, retry: int) -> bool:
+    last = await bus.last(stream(job, "ev"), event_subject(job, TrajectoryCompleted, trajectory))
+    if last is None:
+        return False
+    with contextlib.suppress(UndecodableMessage):
+        return decode_on(job, last.subject, last.data, TrajectoryCompleted).retry >= retry
+    return False
 
 
 async def _purge(job: JobFile, bus: Bus, host: CoreHost[PipelineState]) -> None:

@@ -179,6 +179,15 @@ class RolloutWorkerCore:
             case _:
                 assert_never(message)
 
+    def known_facts(self, state: WorkerState) -> tuple[Send, ...]:
+        """What is true of the process and was said before, under the ids it had: the broker may have lost it."""
+        facts: list[Send] = []
+        if state.resident and state.version >= 0:
+            facts.append(self._applied(state, 0))
+        if state.serving and not state.busy:
+            facts.append(self._role_set(state))
+        return tuple(facts)
+
     def refusal(self, state: WorkerState, request: Generate) -> str:
         """Why a request of this incarnation is not let in, "" if it is (paper 4.5; DESIGN 7)."""
         if not state.serving:

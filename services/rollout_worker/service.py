@@ -245,6 +245,8 @@ class RolloutWorker:
                 prefill_s=load.prefill_s,
                 refused=self.refused,
                 rss_bytes=self._process.memory_info().rss,
+                role=self.state.role,
+                role_generation=self.state.role_generation,
             )
             await self._publish(subject_of(self._config.job, beat), beat)
             silent_ms = (_now_s() - self._heard) * 1000
@@ -502,7 +504,14 @@ class RolloutWorker:
             log.warning(f"no sign of the bus: {error}", action="bus.silent")
 
     async def _reconnected(self) -> None:
+        """The broker is back, perhaps without its last moments: say what still holds."""
         self._heard = _now_s()
+        if self._ready is None or self._facts.qsize() >= MOST_FACTS_WAITING:
+            return
+        self._facts.put_nowait((self._ready, str(message_id(self._ready))))
+        for fact in self.core.known_facts(self.state):
+            assert fact.msg_id is not None
+            self._facts.put_nowait((fact.message, fact.msg_id))
 
     def _dead_letter(self, delivery: Delivery, reason: str) -> None:
         letter = dead_letter("rollout_worker", delivery.subject, delivery.data, reason)

@@ -16,9 +16,9 @@ from messages.router import AssignRequest
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import decode_on, subject_of, telemetry_subject
 from pearl_state.model import RoleTable
-from pearl_state.watch import Replica
 from services.connect import connect
 from services.jobfile import JobFile
+from services.replica import replica_of
 from services.router.config import Config
 from services.router.core import ROOMS, RouterCore, Unplaceable
 from services.runtime.bus import Bus, BusError, Delivery, Subscription
@@ -36,7 +36,7 @@ log = get_logger("router")
 async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Answer until `stop` is set. Raises BusUnavailable."""
     bus = await connect(job, "router")
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         router = Router(Config.of(job), bus, job.job.name)
         replica.on_change(router.on_table)

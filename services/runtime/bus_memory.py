@@ -7,6 +7,7 @@ Time comes from the broker's clock: acknowledgement times, duplicate windows and
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from itertools import count
@@ -49,6 +50,13 @@ class ConsumerState:
         self.next_seq = 1
         self.deliveries = 0
         self.pending: dict[int, Pending] = {}
+
+    def configure(self, subjects: tuple[str, ...], ack_wait_ms: int, max_ack_pending: int, max_deliver: int) -> None:
+        """As its readers want it; it keeps its position."""
+        self.subjects = subjects
+        self.ack_wait_ms = ack_wait_ms
+        self.max_ack_pending = max_ack_pending
+        self.max_deliver = max_deliver
 
     def take(self, most: int, now: int) -> list[Delivery]:
         """Up to `most` deliveries that are due: redeliveries first, then new messages in order."""
@@ -176,6 +184,21 @@ class MemoryBroker:
         """The broker is away: publishes fail, core messages are lost, fetches are empty. What it stored stays."""
         self.up = False
 
+    def snapshot(self) -> object:
+        """What is stored now, to be given to `go_back`."""
+        return copy.deepcopy((self.streams, self.buckets))
+
+    def go_back(self, snapshot: object) -> None:
+        """The store is as it was at `snapshot`, as after a power cut that lost the last moments. Call it while down."""
+        assert not self.up, "a store goes back while its broker is down"
+        streams, buckets = cast("tuple[dict[str, Stream], dict[str, Bucket]]", copy.deepcopy(snapshot))
+        for name, stream in self.streams.items():
+            for durable, state in stream.consumers.items():  # who is attached creates its consumer again
+                if durable not in streams[name].consumers:
+                    fresh = streams[name].consumers[durable] = ConsumerState(streams[name], durable)
+                    fresh.configure(state.subjects, state.ack_wait_ms, state.max_ack_pending, state.max_deliver)
+        self.streams, self.buckets = streams, buckets
+
     async def come_up(self) -> None:
         """The broker is back; reconnect callbacks run."""
         self.up = True
@@ -268,12 +291,17 @@ class MemorySubscription:
 class MemoryConsumer:
     """A handle on a durable consumer of the in-memory bus."""
 
-    def __init__(self, broker: MemoryBroker, state: ConsumerState) -> None:
+    def __init__(self, broker: MemoryBroker, stream: str, durable: str) -> None:
         self._broker = broker
-        self._state = state
+        self._stream = stream
+        self._durable = durable
         self._arrived = asyncio.Event()
         self._stopped = False
         broker.waiters.append(self._arrived)
+
+    @property
+    def _state(self) -> ConsumerState:
+        return self._broker.stream(self._stream).consumers[self._durable]
 
     async def fetch(self, most: int, timeout_s: float) -> Sequence[Delivery]:
         loop = asyncio.get_running_loop()
@@ -399,11 +427,8 @@ class MemoryBus:
     ) -> MemoryConsumer:
         kept = self.broker.stream(stream)
         state = kept.consumers.setdefault(durable, ConsumerState(kept, durable))
-        state.subjects = tuple(subjects)
-        state.ack_wait_ms = int(ack_wait_s * 1000)
-        state.max_ack_pending = max_ack_pending
-        state.max_deliver = max_deliver
-        return MemoryConsumer(self.broker, state)
+        state.configure(tuple(subjects), int(ack_wait_s * 1000), max_ack_pending, max_deliver)
+        return MemoryConsumer(self.broker, stream, durable)
 
     async def read(
         self, stream: str, subject: str, *, first_seq: int = 1, last_seq: int | None = None

@@ -55,7 +55,7 @@ from services.runtime.log import Logger, get_logger
 OUTBOUND_BUFFER_BYTES: Final = 16 << 20  # kept for the broker while it is away; two of the largest messages
 RECONNECT_WAIT_S: Final = 0.25  # between attempts at one server: soon, but not a busy loop
 CONNECT_TIMEOUT_S: Final = 3
-PING_INTERVAL_S: Final = 10  # two unanswered pings: the connection is dead
+PING_INTERVAL_S: Final = 2  # two unanswered pings: the connection is dead (its server stopped, or its host cut off)
 PATIENCE_S: Final = 30.0  # three nodes need up to 9 s to elect a leader; a restart a few seconds
 ATTEMPT_S: Final = 5.0  # an unanswered request is sent again
 RETRY_FIRST_S: Final = 0.05
@@ -67,8 +67,10 @@ DENIED_SUBJECTS_KEPT: Final = 256
 FAMILIES_KEPT: Final = 1024
 
 WRONG_LAST: Final = (10071, 10164)
+AWAY: Final = (429, 503)  # too much at once; no leader just now
 NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
+BEING_STORED: Final = 10158  # the first copy of this message has no majority yet: the retry came too soon
 _PERMISSION: Final = re.compile(r'permissions violation for (publish|subscription) to "([^"]*)"')
 
 
@@ -365,8 +367,9 @@ class NatsBus:
                     if stored is not None:
                         return stored
                     raise WrongLastSequence(f"{subject}: {answer.error.description}")
-                if answer.error.code not in (429, 503) or self._loop.time() > deadline:
-                    kind = BusUnavailable if answer.error.code in (429, 503) else BusError
+                away = answer.error.code in AWAY or answer.error.err_code == BEING_STORED
+                if not away or self._loop.time() > deadline:
+                    kind = BusUnavailable if away else BusError
                     raise kind(f"{subject}: not stored: {answer.error.description}")
                 await asyncio.sleep(RETRY_MOST_S)
 
@@ -489,14 +492,16 @@ class NatsBus:
         return consumer
 
     async def create_consumer(self, stream: str, durable: str, config: dict[str, Any]) -> None:
-        """Create or update. Waits for a stream that is not there yet, within the patience."""
+        """Create or update. Waits for a stream that is not there yet, or has no leader, within the patience."""
         deadline = self._loop.time() + self._patience_s
         while True:
             answer = await self._api(f"CONSUMER.CREATE.{stream}.{durable}", {"stream_name": stream, "config": config})
             if answer.error is None:
                 return
-            if answer.error.err_code != STREAM_NOT_FOUND or self._loop.time() + RETRY_MOST_S > deadline:
-                raise BusError(f"consumer {durable} of stream {stream}: {answer.error.description}")
+            away = answer.error.code in AWAY
+            if not (away or answer.error.err_code == STREAM_NOT_FOUND) or self._loop.time() + RETRY_MOST_S > deadline:
+                kind = BusUnavailable if away else BusError
+                raise kind(f"consumer {durable} of stream {stream}: {answer.error.description}")
             await asyncio.sleep(RETRY_MOST_S)
 
     async def read(
@@ -508,7 +513,10 @@ class NatsBus:
             if newest is None:
                 return
             last_seq = newest.seq
+        else:
+            newest = None
         seq = max(1, first_seq)
+        deadline = self._loop.time() + self._patience_s
         while seq <= last_seq:
             page: list[Any] = []
             request = {"seq": seq, "next_by_subj": subject, "batch": PAGE_MESSAGES, "max_bytes": PAGE_BYTES}
@@ -521,7 +529,10 @@ class NatsBus:
                 yield delivery
                 seq = delivery.seq + 1
             if not page or status_of(end) != "204" or end.headers.get("Nats-Num-Pending", "0") == "0":
-                return
+                # One replica told of `newest`, another that lags behind it gave this page.
+                if newest is None or seq > newest.seq or self._loop.time() > deadline:
+                    return
+                await asyncio.sleep(RETRY_FIRST_S)
 
     async def last(self, stream: str, subject: str) -> Delivery | None:
         return await self._direct(f"{stream}.{subject}", None)
@@ -683,4 +694,5 @@ def _decode(msg: Any, subject: str) -> _Answer:
 
 def _raise(answer: _Answer, what: str) -> None:
     if answer.error is not None:
-        raise BusError(f"{what}: {answer.error.description} (code {answer.error.err_code})")
+        kind = BusUnavailable if answer.error.code in AWAY else BusError
+        raise kind(f"{what}: {answer.error.description} (code {answer.error.err_code})")

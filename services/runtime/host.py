@@ -15,6 +15,9 @@ What holds:
   went to a dead connection, or to a predecessor); then the stream itself is read from the cursor on. So a redelivery at
   or below the cursor is known to be a repetition and is skipped.
 - Two instances cannot both go on: the second one's checkpoint wins, the first one's next write fails, and it ends.
+- A store that lost its last moments is noticed after each reconnection and at each start: the checkpoint's revision and the message
+  at the cursor must still be there. Who remembers more ends and begins anew from the store, so that all agree; a cursor beyond
+  what the stream has kept moves back to where the stream and its lost continuation part.
 - State changed by ticks or telemetry alone, without a durable message to send, lives in memory only.
 """
 
@@ -45,6 +48,8 @@ RETRY_FIRST_S: Final = 0.1
 RETRY_MOST_S: Final = 2.0
 PARALLEL_PUBLISHES: Final = 64  # of one kind; different kinds are published strictly one after the other
 CORE_DEAD_LETTERS_A_TICK: Final = 4  # unreadable telemetry beyond that is counted, not kept
+LOOKS: Final = 8  # at what seems to be missing, before it is: one of several replicas may lag behind
+LOOK_AGAIN_S: Final = 0.25
 
 S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
@@ -65,10 +70,15 @@ class Checkpoint(msgspec.Struct, frozen=True):
     state: msgspec.Raw
     outbox: tuple[Outgoing, ...] = ()
     cursor: int = 0
+    cursor_at_ms: int = 0  # when the stream took the message at the cursor: by this it is known again
 
 
 class TakenOver(Exception):
     """Another instance of this actor wrote its checkpoint: this one must end."""
+
+
+class StoreWentBack(Exception):
+    """The broker came back with an older store than this process remembers: it must end, and begin anew from the store."""
 
 
 class CheckpointError(Exception):
@@ -96,6 +106,7 @@ class _Turn:
         self.acks: list[Delivery] = []
         self.terms: list[Delivery] = []
         self.cursor = 0  # > 0: durable inputs up to it are in the state now
+        self.cursor_at_ms = 0
 
 
 class CoreHost(Generic[S]):
@@ -137,7 +148,9 @@ class CoreHost(Generic[S]):
         self._numbered = 0
         self._state: S = core.initial()
         self._cursor = 0
+        self._cursor_at_ms = 0
         self._revision = 0
+        self._verified = True  # False: the store may have gone back
         self._consumer: Consumer | None = None
         self._consumer_seq: int | None = None
         self._missed = True  # the stream must be read from the cursor on
@@ -167,7 +180,10 @@ class CoreHost(Generic[S]):
         self._wake.set()
 
     async def run(self, stop: asyncio.Event) -> None:
-        """Restore, then turn after turn until `stop`. Raises TakenOver, CheckpointError, and what the core asserts."""
+        """Restore, then turn after turn until `stop`.
+
+        Raises TakenOver, StoreWentBack, CheckpointError, and what the core asserts.
+        """
         self._stop = stop
         subscriptions: list[Subscription] = []
         try:
@@ -229,10 +245,80 @@ class CoreHost(Generic[S]):
                 f"({error}); run the release that wrote it, or delete the key to begin anew"
             ) from error
         self._cursor = saved.cursor
+        self._cursor_at_ms = saved.cursor_at_ms
         self._revision = entry.revision
+        if not await self._cursor_stands():
+            await self._move_cursor_back()
         if saved.outbox:
             self._log.info(f"publishing {len(saved.outbox)} messages again", action="host.outbox", cursor=self._cursor)
             await self._publish(saved.outbox)
+
+    # -- a store that went back
+
+    async def _verify(self) -> None:
+        """Raise StoreWentBack if the store is older than what this process remembers of it."""
+        bucket = state_bucket(self._job)
+        for look in range(LOOKS):
+            if look and await self._stopped_within(LOOK_AGAIN_S):
+                return
+            entry = await self._persist(lambda: self._bus.get(bucket, self.name), "read its checkpoint")
+            if (0 if entry is None else entry.revision) >= self._revision:
+                break
+        else:
+            raise self._went_back(f"its checkpoint of revision {self._revision} is gone from bucket {bucket}")
+        if not await self._cursor_stands():
+            raise self._went_back(f"event {self._cursor}, which it has accounted for, is gone from the stream")
+        self._verified = True
+
+    def _went_back(self, what: str) -> StoreWentBack:
+        text = f"{self.name}: the broker's store is older than before: {what}; beginning anew from the store"
+        self._log.error(text, action="host.store_went_back", cursor=self._cursor)
+        return StoreWentBack(text)
+
+    async def _cursor_stands(self) -> bool:
+        """Whether the message at the cursor is still the one that was accounted for (or was deleted as one of the oldest)."""
+        if not self._core.inputs or self._cursor == 0:
+            return True
+
+        async def look() -> bool:
+            async for delivery in self._bus.read(
+                stream(self._job, "ev"), f"pearl.{self._job}.ev.>", first_seq=self._cursor
+            ):
+                same = delivery.seq != self._cursor or self._cursor_at_ms in (0, delivery.at_ms)
+                return same
+            return False
+
+        for _ in range(LOOKS):
+            if await self._persist(look, "look at its position in the stream"):
+                return True
+            if await self._stopped_within(LOOK_AGAIN_S):
+                raise _Stopped
+        return False
+
+    async def _move_cursor_back(self) -> None:
+        """To the last message that the stream took no later than the one at the cursor: what follows is new."""
+
+        async def find() -> int:
+            last = 0
+            async for delivery in self._bus.read(
+                stream(self._job, "ev"), f"pearl.{self._job}.ev.>", last_seq=self._cursor
+            ):
+                if self._cursor_at_ms and delivery.at_ms > self._cursor_at_ms:
+                    break
+                last = delivery.seq
+            return last
+
+        before, self._cursor = self._cursor, await self._persist(find, "look for its position in the stream")
+        text = f"the stream lost what followed event {self._cursor}; this actor had accounted for events up to {before}"
+        self._log.warning(text, action="host.cursor_moved_back", cursor=self._cursor)
+
+    async def _stopped_within(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._stop.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _attach(self) -> Consumer:
         return await self._bus.consume(
@@ -270,6 +356,7 @@ class CoreHost(Generic[S]):
 
     async def _reconnected(self) -> None:
         self._missed = True  # a delivery may have gone to the connection that died
+        self._verified = False
         self._wake.set()
 
     def _replica_changed(self, *_: object) -> None:
@@ -282,7 +369,7 @@ class CoreHost(Generic[S]):
         next_tick = loop.time()
         while not self._stop.is_set():
             self._wake.clear()
-            if not self._inbox and not self._batches and not self._replica_is_new() and not self._must_read():
+            if not self._inbox and not self._batches and not self._replica_is_new() and not self._must_look():
                 try:
                     async with asyncio.timeout_at(next_tick):
                         await self._wake.wait()
@@ -290,6 +377,8 @@ class CoreHost(Generic[S]):
                     pass
             if self._stop.is_set():
                 return
+            if not self._verified:
+                await self._verify()
             turn = _Turn()
             self._take_replica(turn)
             if self._must_read():
@@ -312,6 +401,9 @@ class CoreHost(Generic[S]):
                 self._dead_this_tick = 0
                 self._step(turn, Input(self._clock(), Tick()), None)
             await self._commit(turn)
+
+    def _must_look(self) -> bool:
+        return self._must_read() or not self._verified
 
     def _must_read(self) -> bool:
         return self._missed and bool(self._core.inputs)
@@ -350,7 +442,7 @@ class CoreHost(Generic[S]):
                 continue
             if not contiguous and delivery.consumer_seq:
                 await self._commit(turn)
-                turn.out, turn.acks, turn.terms, turn.cursor = [], [], [], 0
+                turn.out, turn.acks, turn.terms, turn.cursor, turn.cursor_at_ms = [], [], [], 0, 0
                 await self._read_missed(delivery.seq - 1)
             self._take_durable(turn, delivery)
 
@@ -371,10 +463,12 @@ class CoreHost(Generic[S]):
                     break
             return found
 
+        at_ms = 0
+        looks = 0
         while last_seq is None or first <= last_seq:
             found = await self._persist(page, "read its stream")
             for delivery in found:
-                first = delivery.seq + 1
+                first, at_ms = delivery.seq + 1, delivery.at_ms
                 if delivery.subject.rpartition(".")[0] in self._wanted:
                     self._take_durable(turn, delivery)
                     taken += 1
@@ -382,13 +476,16 @@ class CoreHost(Generic[S]):
                 await self._commit(turn)
                 turn = _Turn()
             if len(found) < BATCH:
-                break
-        self._cursor = max(self._cursor, first - 1)
+                # A replica that lags behind the one that delivered `last_seq + 1` must not make a hole here.
+                looks += 1
+                if last_seq is None or first > last_seq or looks > LOOKS or await self._stopped_within(LOOK_AGAIN_S):
+                    break
+        self._advance(first - 1, at_ms)
         if taken:
             self._log.info(f"read {taken} inputs from the stream", action="host.read_missed", cursor=self._cursor)
 
     def _take_durable(self, turn: _Turn, delivery: Delivery) -> None:
-        turn.cursor = delivery.seq
+        turn.cursor, turn.cursor_at_ms = delivery.seq, delivery.at_ms
         try:
             message = decode_on(self._job, delivery.subject, delivery.data, *self._core.inputs)
         except UndecodableMessage as error:
@@ -457,7 +554,7 @@ class CoreHost(Generic[S]):
     async def _commit(self, turn: _Turn) -> None:
         outbox = tuple(each for each in turn.out if each.msg_id)
         if turn.cursor or outbox:
-            self._cursor = max(self._cursor, turn.cursor)
+            self._advance(turn.cursor, turn.cursor_at_ms)
             await self._write(outbox)
         if turn.out:
             await self._publish(turn.out)
@@ -467,19 +564,28 @@ class CoreHost(Generic[S]):
             for delivery in turn.terms:
                 await self._consumer.term(delivery)
 
+    def _advance(self, seq: int, at_ms: int) -> None:
+        if seq > self._cursor:
+            self._cursor, self._cursor_at_ms = seq, at_ms
+
     async def _write(self, outbox: tuple[Outgoing, ...]) -> None:
         bucket = state_bucket(self._job)
         state = msgspec.Raw(msgspec.msgpack.encode(self._state))
-        data = msgspec.msgpack.encode(Checkpoint(state, outbox, self._cursor))
+        data = msgspec.msgpack.encode(Checkpoint(state, outbox, self._cursor, self._cursor_at_ms))
 
         async def put() -> int:
             try:
                 return await self._bus.put(bucket, self.name, data, last_revision=self._revision)
             except WrongLastSequence:
-                entry = await self._bus.get(bucket, self.name)
-                if entry is not None and entry.data == data:
-                    return entry.revision  # our own write, whose answer was lost
-                raise
+                for _ in range(LOOKS):
+                    entry = await self._bus.get(bucket, self.name)
+                    if entry is not None and entry.data == data:
+                        return entry.revision  # our own write, whose answer was lost
+                    if entry is not None and entry.revision > self._revision:
+                        raise
+                    if await self._stopped_within(LOOK_AGAIN_S):
+                        raise _Stopped from None
+                raise self._went_back(f"its checkpoint of revision {self._revision} is gone from {bucket}") from None
 
         try:
             self._revision = await self._persist(put, "write its checkpoint")

@@ -47,7 +47,7 @@ class Supervisor:
         self.job = job
         self.job_path = job_path
         self.log = get_logger("supervisor")
-        self.server: EmbeddedServer | None = EmbeddedServer(job) if job.nats.embedded else None
+        self.server: EmbeddedServer | None = EmbeddedServer(job) if job.nats.local else None
         self._children: dict[str, asyncio.subprocess.Process] = {}
         self._stopping = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []

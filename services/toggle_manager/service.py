@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 
-from pearl_state.watch import Replica
 from services.connect import connect
 from services.jobfile import JobFile
+from services.replica import replica_of
 from services.runtime.host import CoreHost
 from services.toggle_manager.config import Config
 from services.toggle_manager.core import ToggleManagerCore
@@ -20,7 +20,7 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
     """Run until `stop` is set. Raises ConfigError, BusUnavailable."""
     core = ToggleManagerCore(Config.of(job))
     bus = await connect(job, core.name)
-    replica = Replica()
+    replica = replica_of(bus, job.job.name)
     try:
         await replica.start(bus, job.job.name)
         await CoreHost(core, bus, job_name=job.job.name, replica=replica).run(stop)

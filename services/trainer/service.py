@@ -39,6 +39,8 @@ from services.trainer.metrics import Metrics
 from services.trainer.turns import UnusableBatchError
 
 PUBLISH_RETRY_S: Final = 0.5
+LOOKS: Final = 8  # at an event that seems to be missing: one of several replicas may lag behind
+LOOK_AGAIN_S: Final = 0.25
 DEAD_BYTES: Final = 1024
 
 Command = TrainerResume | TrainerRelease
@@ -135,6 +137,7 @@ class Trainer:
     async def run(self, stop: asyncio.Event) -> None:
         """Restore, announce where we are, then obey until `stop`."""
         commands = await self._bus.subscribe(f"pearl.{self._name}.cmd.trainer")
+        self._bus.on_reconnect(self._look_back)
         try:
             async with asyncio.TaskGroup() as group:
                 listening, working = group.create_task(self._listen(commands)), group.create_task(self._work())
@@ -150,6 +153,27 @@ class Trainer:
             await commands.stop()
             await self._group.close()
             self._metrics.close()
+
+    async def _look_back(self) -> None:
+        """After a reconnection: is the newest version still in the stream? If not, the broker lost it: say it again."""
+        announced = self._announced
+        if announced is None:
+            return
+        subject = event_subject(self._name, WeightsPublished, "-")
+        for _ in range(LOOKS):
+            last = await self._bus.last(stream(self._name, "ev"), subject)
+            with contextlib.suppress(UndecodableMessage):
+                if (
+                    last is not None
+                    and decode_on(self._name, last.subject, last.data, WeightsPublished).version >= announced.version
+                ):
+                    return
+            await asyncio.sleep(LOOK_AGAIN_S)
+        log.warning(f"version {announced.version} is gone from the stream: said again", action="trainer.went_back")
+        await self._publish(announced, fresh=True)
+        finished = self._group.learner.finished
+        if finished is not None and finished.batch == announced.version - 1:
+            await self._publish(finished, fresh=True)
 
     # ---- commands ----
 

@@ -12,7 +12,7 @@ from messages.subjects import LEASE_KEY, TABLE_KEY, lease_bucket, roles_bucket, 
 from pearl_state.codec import UnreadableTableError, encode_table
 from pearl_state.model import RoleTable, Row
 from pearl_state.store import Deposed, Lease, TableStore
-from pearl_state.watch import Replica
+from pearl_state.watch import OLDER_SNAPSHOTS, Replica
 from services.durable import durable_state
 from services.runtime.bus import BucketSpec, BusUnavailable, Delivery
 from services.runtime.bus_memory import MemoryBroker
@@ -233,16 +233,37 @@ async def test_a_replica_believes_no_message_of_doubtful_origin(
     await replica.stop()
 
 
-async def test_older_epochs_are_ignored_unless_the_bucket_says_so_twice(broker: MemoryBroker) -> None:
-    store, replica = TableStore(broker.connect(), JOB), Replica()
+async def test_older_epochs_are_ignored_and_told_until_the_bucket_has_said_so_often(broker: MemoryBroker) -> None:
+    told: list[int] = []
+
+    async def tell(epoch: Epoch) -> None:
+        told.append(epoch)
+
+    store, replica = TableStore(broker.connect(), JOB), Replica(tell=tell)
     await store.restore()
     await store.write(table(1))
     await replica.start(broker.connect(), JOB)
     replica.hear(Delivery(roles_feed(JOB), encode_table(table(7)), ORIGIN))
     replica.hear(Delivery(roles_feed(JOB), encode_table(table(6)), ORIGIN))
     assert replica.table == table(7)
-    await replica.refresh()
-    assert replica.table == table(7)
+    for _ in range(OLDER_SNAPSHOTS - 1):
+        await replica.refresh()
+        assert replica.table == table(7)
     await replica.refresh()
     assert replica.table == table(1)
+    assert told == [7] * OLDER_SNAPSHOTS
+    await replica.stop()
+
+
+async def test_a_replica_follows_an_epoch_that_was_raised_above_what_it_has_seen(broker: MemoryBroker) -> None:
+    store, replica = TableStore(broker.connect(), JOB), Replica()
+    await store.restore()
+    await store.write(table(1))
+    await replica.start(broker.connect(), JOB)
+    replica.hear(Delivery(roles_feed(JOB), encode_table(table(7)), ORIGIN))
+    await replica.refresh()
+    assert replica.table == table(7)
+    await store.write_rebuilt(table(8))
+    await replica.refresh()
+    assert replica.table == table(8)
     await replica.stop()

@@ -388,3 +388,41 @@ async def test_a_journal_purged_on_the_way_passes_unless_it_was_to_be_kept(tmp_p
     assert (await collect.check(bus, job)).violations == ()
     kept = replace(job, pipeline=replace(job.pipeline, keep_journal=True))
     assert "journal_missing" in {violation.rule for violation in (await collect.check(bus, kept)).violations}
+
+
+# -- a broker that lost its last moments
+
+
+def lose_the_last_trajectory(run: Run) -> None:
+    """Its end and the record of its last turn are gone, its worker's log is not; the batch was trained all the same."""
+    run.ends.pop()
+    run.batches.pop()
+    run.journal.pop()
+
+
+def test_what_the_broker_lost_is_counted_where_it_is_known_to_have_and_a_violation_elsewhere():
+    run = Run()
+    lose_the_last_trajectory(run)
+    assert not run.check().ok
+    report = run.check(replace(EXPECTED, rewound=1))
+    assert report.violations == ()
+    assert (report.redone, report.forgotten, report.lost) == (5, 1, 0)
+
+
+def test_a_train_step_that_the_broker_lost_leaves_a_gap_but_none_is_trained_twice():
+    run = Run()
+    del run.steps[0]
+    assert not run.check().ok
+    report = run.check(replace(EXPECTED, rewound=1))
+    assert (report.violations, report.forgotten, report.trained) == ((), 1, 1)
+    run.steps.append(replace(run.steps[0], reward_mean=9.0))
+    assert [each.rule for each in run.check(replace(EXPECTED, rewound=1)).violations] == ["trained_twice"]
+
+
+@pytest.mark.parametrize(
+    "rule", ["regenerated", "ended_twice", "turn_twice", "counted_twice", "too_stale", "end_missing"]
+)
+def test_a_loss_excuses_nothing_else(rule: str):
+    run = Run()
+    PLANTED[rule](run)
+    assert rule in {each.rule for each in run.check(replace(EXPECTED, rewound=1)).violations}

@@ -103,7 +103,9 @@ def test_a_launch_starts_once_and_its_end_is_reported_once() -> None:
     assert agent.state.workers == (("p0-w0", 1),)
     assert agent.say(exited()) == [gone("exit:1"), free()]
     assert agent.say(exited()) == []
-    assert agent.say(launch()) == [], "an incarnation that ended is not started again"
+    assert agent.say(launch()) == [gone("exit:1")], (
+        "an incarnation that ended is not started again: its end is told again"
+    )
     assert agent.say(launch(incarnation=2)) == [spawn(incarnation=2)]
 
 
@@ -114,7 +116,8 @@ def test_a_newer_incarnation_waits_for_the_older_one_to_end() -> None:
     assert agent.say(launch(incarnation=2)) == []
     assert agent.wait(GRACE_MS) == [signal(True)]
     assert agent.say(exited(how="signal:9")) == [gone("killed:superseded"), free()]
-    assert agent.say(launch(incarnation=1), launch(incarnation=2)) == [spawn(incarnation=2)]
+    late = [gone("killed:superseded"), spawn(incarnation=2)]
+    assert agent.say(launch(incarnation=1), launch(incarnation=2)) == late
     assert agent.say(launch(incarnation=1)) == []
 
 
@@ -150,7 +153,7 @@ def test_a_kill_of_what_is_gone_is_answered_again_under_another_id() -> None:
 def test_a_launch_that_comes_after_its_kill_is_not_started() -> None:
     agent = Agent()
     assert agent.say(kill(incarnation=3)) == [gone("not running", incarnation=3)]
-    assert agent.say(launch(incarnation=3)) == []
+    assert agent.say(launch(incarnation=3)) == [gone("not running", incarnation=3)]
     assert agent.say(launch(incarnation=4)) == [spawn(incarnation=4)]
 
 

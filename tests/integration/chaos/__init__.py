@@ -1,0 +1,1 @@
+"""Real processes under real faults: a job on three "hosts", what a seed breaks there, and a report of how it recovered."""
