@@ -79,6 +79,10 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", required=True, help="JSON file")
     _json(plan)
 
+    simulate = command("simulate", "simulate", "the production code on a virtual clock")
+    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
+    _simulate_run(simulations)
+
     bench = command("bench", "bench", "benchmarks on this machine")
     bench.add_argument(
         "name",
@@ -114,6 +118,15 @@ def build_parser() -> argparse.ArgumentParser:
     completion = command("completion", "completion", "a shell's completion script: source it in the shell's start file")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
+
+
+def _simulate_run(simulations: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    from services.cli.simulate_run import add_options
+
+    text = "policies side by side on a trace, a workload and a hardware description (docs/what-if.md)"
+    run = simulations.add_parser("run", help=text, description=text)
+    add_options(run)
+    _json(run)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:
