@@ -84,6 +84,7 @@ def build_parser() -> argparse.ArgumentParser:
     simulate = command("simulate", "simulate", "the production code on a virtual clock")
     simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
     _simulate_faults(simulations)
+    _simulate_run(simulations)
 
     bench = command("bench", "bench", "benchmarks on this machine")
     bench.add_argument(
@@ -142,6 +143,15 @@ def _simulate_faults(simulations: argparse._SubParsersAction[argparse.ArgumentPa
     faults.add_argument("--tokens", action="store_true", help="in the transcript, requests and tokens too")
     faults.add_argument("--print-plan", action="store_true", help="print the seed's fault plan (JSON), and run nothing")
     _json(faults)
+
+
+def _simulate_run(simulations: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
+    from services.cli.simulate_run import add_options
+
+    text = "policies side by side on a trace, a workload and a hardware description (docs/what-if.md)"
+    run = simulations.add_parser("run", help=text, description=text)
+    add_options(run)
+    _json(run)
 
 
 def _json(parser: argparse.ArgumentParser) -> None:

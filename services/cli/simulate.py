@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from services.cli import simulate_faults
+from services.cli import simulate_faults, simulate_run
 
-RUNNERS = {"faults": simulate_faults.run}
+RUNNERS = {"faults": simulate_faults.run, "run": simulate_run.run}
 """Sub-command -> what runs it. `parser.py` has their options."""
 
 

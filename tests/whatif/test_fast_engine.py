@@ -110,7 +110,9 @@ class Fast:
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize(
-    ("max_running", "kv_tokens"), [(64, 800_000), (4, 800_000), (64, 60_000)], ids=["roomy", "few slots", "little KV"]
+    ("max_running", "kv_tokens"),
+    [(64, 800_000), (4, 800_000), (64, 60_000), (64, 22_000)],
+    ids=["roomy", "few slots", "little KV", "too little KV"],
 )
 def test_requests_end_when_the_timing_model_ends_them(seed: int, max_running: int, kv_tokens: int) -> None:
     hardware = descriptions.load("h800-qwen3-8b" if seed % 2 else "h800-qwen3-30b-a3b")
