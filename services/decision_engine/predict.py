@@ -17,7 +17,7 @@ from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction
 from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
-from services.decision_engine.predict_replay import Grow, Machine, Turns, replay
+from services.decision_engine.predict_replay import Grow, Machine, Turns, merged, replay
 
 LEAST_SAMPLE: Final = 4
 """Trajectories below which a sample says too little to replay."""
@@ -25,6 +25,8 @@ SHORTLIST: Final = 4
 """Configurations that are replayed, beside colocation and those that must be judged."""
 GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+MOST_MERGED: Final = 4
+"""Turns that one replayed turn may stand for."""
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
@@ -81,12 +83,13 @@ class _Key(msgspec.Struct, frozen=True):
     workers: int
     computed: float  # prompt tokens a turn
     measured_on: Counts | None
+    quick: bool
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
     """A sample's trajectory, unpacked: (new prompt tokens, reply tokens, environment seconds) for each turn."""
     return tuple(
-        (trajectory[at], max(1, trajectory[at + 1]), trajectory[at + 2] / 1000)
+        (trajectory[at], max(1, trajectory[at + 1]), trajectory[at + 2] / 1000, 1)
         for at in range(0, len(trajectory) - 2, 3)
     )
 
@@ -96,7 +99,7 @@ def decode_context(batch: Sequence[Turns]) -> float:
     total, tokens = 0.0, 0.0
     for turns in batch:
         context = 0.0
-        for new, reply, _ in turns:
+        for new, reply, _, _ in turns:
             context += new
             total += reply * (context + reply / 2)
             tokens += reply
@@ -118,6 +121,7 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         workers=workers,
         computed=profile.dL,
         measured_on=evidence.measured_on,
+        quick=evidence.quick,
     )
 
 
@@ -131,8 +135,10 @@ def _model(key: _Key) -> _Model:
     if key.batch * mean_turns > each:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
     size = max(1, key.batch // shrink)
+    parts = min(MOST_MERGED, round(size * mean_turns / each)) if size * mean_turns > each else 1
+    replayed = tuple(merged(turns, parts) for turns in sample)
     most = max(1, min(int(each / (size * mean_turns)), -(-len(sample) // size)))
-    draws = tuple(tuple(sample[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
+    draws = tuple(tuple(replayed[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
         kv_s=key.sequence_s / decode_context(sample),
@@ -152,16 +158,22 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) ->
     What a turn computes if every prefix is found that nothing evicted is replayed, on the configuration under which `dL` was
     measured; what was computed beyond that, of all that could have been, is put down to rewritten histories.
     """
-    turns = sum(len(each) for each in batch)
+    turns = sum(turn[3] for each in batch for turn in each)
     if key.measured_on is None or not turns:
         return 0.0
-    found = replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns
+    new = sum(turn[0] for each in batch for turn in each) / turns
+    reply = sum(turn[1] for each in batch for turn in each) / turns
+    found = new + (reply if key.measured_on[0] else 0.0)
+    if key.computed <= found * (1 + LEAST_MISSED):
+        return 0.0
+    if not key.quick:
+        found = max(found, replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns)
     whole = 0.0
     for each in batch:
         context = 0.0
-        for new, reply, _ in each:
+        for new, reply, _, parts in each:
             context += new
-            whole += context
+            whole += context * parts
             context += reply
     whole /= turns
     if key.computed <= found * (1 + LEAST_MISSED) or whole <= found:

@@ -42,7 +42,7 @@ def phases_of(batch: Sequence[Turns], scale: float = 1.0) -> tuple[Phase, ...]:
     totals = [[0.0] * 6 for _ in spans]  # turns, new, replied, reply, context * reply, env
     for turns in batch:
         context, before, place = 0.0, 0.0, 0
-        for index, (new, reply, env_s) in enumerate(turns):
+        for index, (new, reply, env_s, _) in enumerate(turns):
             if index >= spans[place][1]:
                 place += 1
             context += new

@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-Turns = Sequence[tuple[int, int, float]]
-"""A trajectory: for each turn the new prompt tokens, the tokens of the reply, and the environment's seconds after it."""
+Turns = Sequence[tuple[int, int, float, int]]
+"""A trajectory: for each turn the new prompt tokens, the tokens of the reply, the environment's seconds after it; and how many turns
+it stands for: where there are too many to replay, consecutive ones are taken together (`merged`)."""
 
 SLACK = 1e-9
 GOLDEN = 0.6180339887498949
@@ -205,14 +206,15 @@ class _Run:
             home.waiting.popleft()
             known = home.cached.pop(session, 0.0)
             home.cached_tokens -= known
+            parts = 1
             if self.rewritten(session):
-                known = 0.0
+                known, parts = 0.0, self.batch[session][self.turn[session]][3]
             home.used += need
             self.held[session] = need
             while home.cached_tokens > 0 and home.used + home.cached_tokens > machine.capacity:
                 _, gone = home.cached.popitem(last=False)
                 home.cached_tokens -= gone
-            missing = max(1.0, need - known)
+            missing = max(1.0, parts * (need - known))
             if self.disaggregated:
                 self.lacking[session] = missing
                 self.prefill(session, now)
@@ -234,9 +236,10 @@ class _Run:
         self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
+        parts = 1
         if self.rewritten(session):
-            known = 0.0
-        missing = max(1.0, self.context[session] - known)
+            known, parts = 0.0, self.batch[session][self.turn[session]][3]
+        missing = max(1.0, parts * (self.context[session] - known))
         self.computed += missing
         source.prompts.append((session, missing))
         self.settle(source, now)
@@ -271,7 +274,7 @@ class _Run:
                     self.join(worker, session)
 
     def replied(self, home: _Worker, session: int, now: float) -> None:
-        _, reply, env_s = self.batch[session][self.turn[session]]
+        _, reply, env_s, _ = self.batch[session][self.turn[session]]
         context = self.context[session] + reply
         home.kv -= context - 1
         home.load -= 1
@@ -305,11 +308,13 @@ class _Run:
         iteration_s = machine.fixed_s + machine.kv_s * max(worker.kv, 0.0)
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
-            while worker.prompts and (not tokens or tokens + worker.prompts[0][1] <= machine.chunk):
-                session, more = worker.prompts.popleft()
+            prompts, batch = worker.prompts, self.batch
+            while prompts and (not tokens or tokens + prompts[0][1] <= machine.chunk):
+                session, more = prompts.popleft()
                 tokens += more
                 worker.group.append(session)
-            iterations = max(1, -int(-tokens // machine.chunk))
+                iterations = max(iterations, batch[session][self.turn[session]][3])
+            iterations = max(iterations, -int(-tokens // machine.chunk))
             took_s = iterations * iteration_s + tokens * machine.prefill_s
             worker.group_end_s = now + took_s
             worker.rate = iterations / took_s if took_s > 0 else 1e12
@@ -322,6 +327,19 @@ class _Run:
         worker.stamp += 1
         if due >= 0:
             self.push(max(due, now), self.WORKER, worker.stamp, worker)
+
+
+def merged(turns: Turns, parts: int) -> Turns:
+    """The same trajectory in turns that stand for `parts` consecutive ones each: the same sums, fewer events."""
+    if parts <= 1:
+        return turns
+    found: list[tuple[int, int, float, int]] = []
+    for at in range(0, len(turns), parts):
+        span = turns[at : at + parts]
+        found.append(
+            (sum(t[0] for t in span), sum(t[1] for t in span), sum(t[2] for t in span), sum(t[3] for t in span))
+        )
+    return tuple(found)
 
 
 def replay(

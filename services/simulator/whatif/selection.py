@@ -60,6 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     batch: int
     measured_s: dict[str, float]
+    best: str
     regret: dict[str, float]  # by predictor
     chosen: dict[str, str]
     modes_differ: float  # best colocated against best disaggregated, as a share of the better
@@ -187,7 +188,7 @@ def profile_of(
     newest = batches[-1]
     turns = [turn for trajectory in newest for turn in trajectory]
     replies = sum(turn.reply for turn in turns)
-    unpacked = [tuple((t.new, t.reply, t.env_s) for t in trajectory) for trajectory in newest]
+    unpacked = [tuple((t.new, t.reply, t.env_s, 1) for t in trajectory) for trajectory in newest]
     context = predict.decode_context(unpacked)
     slowest = max(newest, key=lambda trajectory: (len(trajectory), sum(turn.env_s for turn in trajectory)))
     _, measured = last
@@ -215,11 +216,13 @@ def profile_of(
     )
 
 
-def _counts(workers: Workers) -> tuple[int, int, int]:
+def counts_of(workers: Workers) -> tuple[int, int, int]:
+    """(prefill, decode, colocated)."""
     return (workers.prefill, workers.decode, workers.colocated)
 
 
-def _name(workers: Workers) -> str:
+def name_of(workers: Workers) -> str:
+    """ "8C", "3P5D"."""
     return f"{workers.colocated}C" if workers.colocated else f"{workers.prefill}P{workers.decode}D"
 
 
@@ -256,7 +259,8 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     def true_s(workers: Workers) -> float:
         return mean_s(setting, seed, table, workers)
 
-    best_s = min(true_s(each) for each in alive)
+    winner = min(alive, key=true_s)
+    best_s = true_s(winner)
 
     batches: list[tuple[Trajectory, ...]] = []
     observed: list[Observed] = []
@@ -269,9 +273,9 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         if last is not None:
             profile = profile_of(setting, batches, last, errors)
             evidence = predict.Evidence(
-                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=_counts(last[0])
+                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(last[0])
             )
-            options = predict.candidates(profile, setting.workers, evidence, judged=[_counts(running)])
+            options = predict.candidates(profile, setting.workers, evidence, judged=[counts_of(running)])
             best = predict.best(options)
             assert best is not None
             running = Workers(best.prefill, best.decode, best.colocated)
@@ -289,11 +293,11 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         profile = profile_of(setting, batches, last, errors)
         # Predicted for the very batch that ran: its luck is not an error of the model.
         own = predict.Evidence(
-            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=_counts(running)
+            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=counts_of(running)
         )
-        predicted = predict.predicted_s(profile, _counts(running), own)
+        predicted = predict.predicted_s(profile, counts_of(running), own)
         realised_s = measured.makespan_s * math.exp(random.gauss(0, REALISED_NOISE))
-        observed.append(Observed(*_counts(running), predicted, realised_s, step))
+        observed.append(Observed(*counts_of(running), predicted, realised_s, step))
     assert last is not None
     profile = profile_of(setting, batches, last, errors)
     closed = makespan.best(makespan.candidates(profile, setting.workers, 0.95))
@@ -312,9 +316,10 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     return Outcome(
         workers=setting.workers,
         batch=setting.batch,
-        measured_s={_name(each): sum(v) / len(v) for each, v in table.items()},
+        measured_s={name_of(each): sum(v) / len(v) for each, v in table.items()},
+        best=name_of(winner),
         regret={name: max(0.0, value) for name, value in regret.items()},
-        chosen={name: _name(workers) for name, workers in choices.items()},
+        chosen={name: name_of(workers) for name, workers in choices.items()},
         modes_differ=abs(alone_s - split_s) / min(alone_s, split_s),
         probed=probed,
     )
@@ -342,8 +347,7 @@ def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
         "settings": len(outcomes),
         "all": summary(outcomes),
         "modes_differ_by_5_percent": summary(apart),
-        "best_is_colocated": sum(min(o.measured_s, key=lambda n: o.measured_s[n]).endswith("C") for o in outcomes)
-        / max(1, len(outcomes)),
+        "best_is_colocated": sum(outcome.best.endswith("C") for outcome in outcomes) / max(1, len(outcomes)),
         "probed": sum(outcome.probed for outcome in outcomes) / max(1, len(outcomes)),
         "observed_steps": OBSERVED_STEPS,
         "constant_error": CONSTANT_ERROR,
