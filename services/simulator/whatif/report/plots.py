@@ -1,0 +1,291 @@
+"""The plots of a what-if run. Pure. Each takes results and gives a drawing; all times are simulated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Final
+
+from services.simulator.whatif.report.summary import (
+    USES,
+    PolicySummary,
+    predicted_gain,
+    realised_gain,
+)
+from services.simulator.whatif.report.svg import DASHES, SERIES, Drawing, Scale, amount, from_zero, number
+from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result, Span, Step
+
+WIDTH: Final = 860
+LEFT: Final = 64
+RIGHT: Final = 56
+MOST_GPUS: Final = 64
+"""Rows of the role timeline; of more GPUs every n-th is drawn."""
+THINNEST_PX: Final = 0.25
+"""Spans thinner than this are left out of the picture."""
+MOST_DOTS: Final = 2000
+
+
+def colour(index: int) -> str:
+    """The colour of the index-th policy."""
+    return f"s{index % SERIES}"
+
+
+def dash(index: int) -> str:
+    """Its line's dashes."""
+    return DASHES[index % len(DASHES)]
+
+
+def throughput(result: Result) -> Drawing:
+    """Tokens/s of each train step over time, above the GPU budget: training, reserved, preemptible (paper Figure 6)."""
+    drawing = Drawing(WIDTH, 400, f"Throughput over time, {result.trace}, simulated")
+    top, bottom = 56.0, 340.0
+    time = Scale(0.0, max(result.hours * 60, 1e-9), LEFT, WIDTH - RIGHT)
+    series = [(name, _stepped(policy)) for name, policy in result.policies.items()]
+    rate = from_zero((value for _, points in series for _, _, value in points), bottom, top)
+    most = max((each.reserved_gpus + each.preemptible_gpus + each.training_gpus for each in result.budget), default=0)
+    gpus = from_zero([most], bottom, top)
+    layers = (("training", "area0"), ("reserved", "area1"), ("preemptible", "area2"))
+    for index, (name, fill) in enumerate(layers):
+        drawing.path(
+            _layer(result.budget, index, result.hours, time, gpus),
+            fill=fill,
+            more=' fill-opacity="0.55"',
+            tip=f"{name} GPUs",
+        )
+    drawing.y_axis(rate, LEFT, WIDTH - RIGHT, "tokens/s of a train step")
+    drawing.x_axis(time, bottom, top, "minutes")
+    if most:
+        drawing.y_axis(gpus, WIDTH - RIGHT, LEFT, "GPUs", grid=False)
+    for index, (name, points) in enumerate(series):
+        data = "".join(
+            f"{'M' if position == 0 else 'L'}{number(time(begin / 60))} {number(rate(value))}H{number(time(end / 60))}"
+            for position, (begin, end, value) in enumerate(points)
+        )
+        style = f' stroke-width="2" stroke-linejoin="round" stroke-dasharray="{dash(index)}"'
+        drawing.path(data, stroke=colour(index), tip=name, more=style)
+    entries = [(name, colour(index), dash(index)) for index, (name, _) in enumerate(series)]
+    drawing.legend(LEFT, 18, [*entries, *((f"{name} GPUs", fill, "box") for name, fill in layers)], WIDTH - 20)
+    return drawing
+
+
+def _stepped(policy: PolicyResult) -> list[tuple[float, float, float]]:
+    """(from, to, tokens/s) of each train step; without steps, of the fixed intervals."""
+    if policy.steps:
+        return [(step.start_s, step.end_s, _rate(step)) for step in policy.steps]
+    points = policy.throughput
+    return [(begin, end, value) for (begin, value), (end, _) in pairwise(points)]
+
+
+def _rate(step: Step) -> float:
+    return (step.rollout_tokens + step.trained_tokens) / max(step.end_s - step.start_s, 1e-9)
+
+
+def _layer(budget: Sequence[Budget], index: int, hours: float, time: Scale, gpus: Scale) -> str:
+    """The index-th layer of the stacked budget, as a closed path."""
+    if not budget:
+        return ""
+
+    def heights(each: Budget) -> tuple[int, int]:
+        parts = (each.training_gpus, each.reserved_gpus, each.preemptible_gpus)
+        return sum(parts[:index]), sum(parts[: index + 1])
+
+    edges = [*(each.at_s / 60 for each in budget), hours * 60]
+    upper, lower = "", ""
+    for position, each in enumerate(budget):
+        below, above = heights(each)
+        begin, end = time(min(edges[position], hours * 60)), time(min(edges[position + 1], hours * 60))
+        upper += f"{'L' if upper else 'M'}{number(begin)} {number(gpus(above))}H{number(end)}"
+        lower = f"L{number(end)} {number(gpus(below))}H{number(begin)}" + lower
+    return upper + lower + "Z"
+
+
+def bars(summaries: Sequence[PolicySummary], oracles: Sequence[tuple[str, float]], reference: str) -> Drawing:
+    """A bar a policy, its 95 % interval over seeds, and its ratio to the reference; oracles as lines."""
+    row, left, right = 30, 190, 150
+    top = 40.0
+    drawing = Drawing(WIDTH, int(top) + row * len(summaries) + 56, "Throughput by policy, simulated")
+    bottom = top + row * len(summaries)
+    values = [each.throughput.high for each in summaries] + [value for _, value in oracles]
+    scale = from_zero(values, left, WIDTH - right)
+    drawing.x_axis(scale, bottom, top, "tokens/s")
+    for index, each in enumerate(summaries):
+        y = top + index * row
+        found = each.throughput
+        tip = f"{each.name}: {found.mean:.0f} tokens/s" + (f" ± {found.half:.0f}" if found.count > 1 else "")
+        drawing.text(left - 8, y + 20, each.name, "end")
+        drawing.rect(left, y + 6, scale(found.mean) - left, row - 12, colour(index), tip)
+        if found.count > 1:
+            middle = y + row / 2
+            low, high = scale(max(0.0, found.low)), scale(found.high)
+            drawing.line(low, middle, high, middle, "ink", ' stroke-width="1.5"')
+            for end in (low, high):
+                drawing.line(end, middle - 5, end, middle + 5, "ink", ' stroke-width="1.5"')
+        ratio = "" if each.ratio is None else f"{each.ratio.mean:.2f}x"
+        mark = f"  {ratio} {reference}" if each.name != reference and ratio else ""
+        drawing.text(WIDTH - right + 8, y + 20, amount(found.mean) + mark)
+    for index, (name, value) in enumerate(oracles):
+        drawing.line(scale(value), top - 6, scale(value), bottom, "ink", ' stroke-dasharray="4 4"')
+        drawing.text(scale(value) - 4, top - 10 - 14 * index, f"oracle, {name}", "end", "faint")
+    return drawing
+
+
+def uses(summaries: Sequence[PolicySummary]) -> Drawing:
+    """Where the GPU-hours went: a stacked bar a policy."""
+    shown = [each for each in summaries if each.uses]
+    row, left, top = 28, 190, 48.0
+    drawing = Drawing(WIDTH, int(top) + row * len(shown) + 50, "Where the GPU-hours went, simulated")
+    scale = Scale(0.0, 100.0, left, WIDTH - 30)
+    drawing.x_axis(scale, top + row * len(shown), top, "% of the GPU-hours that were there")
+    for index, each in enumerate(shown):
+        y, at = top + index * row, 0.0
+        drawing.text(left - 8, y + 19, each.name, "end")
+        for use, share in each.uses:
+            wide = scale(100 * share) - scale(0)
+            tip = f"{each.name}: {use} {share:.1%}"
+            drawing.rect(scale(at), y + 5, wide, row - 10, use, tip)
+            if wide > 30:
+                drawing.text(
+                    scale(at) + wide / 2,
+                    y + 19,
+                    f"{100 * share:.0f}",
+                    "middle",
+                    "",
+                    ' style="paint-order:stroke;stroke:var(--ground);stroke-width:3px"',
+                )
+            at += 100 * share
+    drawing.legend(left, 18, [(use, use, "box") for use in USES], WIDTH - 10)
+    return drawing
+
+
+def roles(result: Result, name: str) -> Drawing:
+    """A row a GPU: what it did when. GPUs that are not there leave the row empty."""
+    by_gpu: dict[str, list[Span]] = {}
+    for span in result.policies[name].spans:
+        by_gpu.setdefault(span.gpu, []).append(span)
+    gpus = sorted(by_gpu, key=_natural)
+    every = -(-len(gpus) // MOST_GPUS) if gpus else 1
+    shown = gpus[::every]
+    row = 13 if len(shown) <= 40 else 9
+    top = 46.0
+    bottom = top + row * len(shown)
+    title = f"Roles of each GPU under {name}, simulated" + (f" (every {every}th GPU)" if every > 1 else "")
+    drawing = Drawing(WIDTH, int(bottom) + 46, title)
+    time = Scale(0.0, max(result.hours * 60, 1e-9), LEFT + 20, WIDTH - 16)
+    drawing.x_axis(time, bottom, top, "minutes")
+    boxes: dict[str, list[str]] = {use: [] for use in USES}
+    for index, gpu in enumerate(shown):
+        y = top + index * row
+        drawing.text(LEFT + 14, y + row - 3, gpu, "end", "faint", ' font-size="9"')
+        for span in _merged(by_gpu[gpu]):
+            begin, end = time(min(span.start_s / 60, time.high)), time(min(span.end_s / 60, time.high))
+            if end - begin >= THINNEST_PX:
+                boxes.setdefault(span.use, []).append(
+                    f"M{number(begin)} {number(y + 1)}h{number(end - begin)}v{row - 2}h{number(begin - end)}z"
+                )
+    for use, parts in boxes.items():
+        drawing.path("".join(parts), fill=use if use in USES else "idle", tip=use)
+    drawing.legend(LEFT + 20, 18, [(use, use, "box") for use in USES if boxes[use]], WIDTH - 10)
+    return drawing
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """Neighbours of one use as one."""
+    found: list[Span] = []
+    for span in sorted(spans, key=lambda each: each.start_s):
+        last = found[-1] if found else None
+        if last is not None and last.use == span.use and abs(last.end_s - span.start_s) < 1e-6:
+            found[-1] = Span(span.gpu, last.start_s, span.end_s, span.use)
+        else:
+            found.append(span)
+    return found
+
+
+def _natural(gpu: str) -> tuple[tuple[int, int, str], ...]:
+    """n2/1 before n10/0."""
+    parts: list[tuple[int, int, str]] = []
+    digits, letters = "", ""
+    for each in gpu + "\0":
+        if each.isdigit() and each.isascii():
+            if letters:
+                parts.append((1, 0, letters))
+                letters = ""
+            digits += each
+        else:
+            if digits:
+                parts.append((0, int(digits), ""))
+                digits = ""
+            letters += each
+    return tuple(parts)
+
+
+def decisions(result: Result) -> Drawing:
+    """Each decision whose outcome is known: predicted gain against realised gain; on the line they are equal."""
+    drawing = Drawing(WIDTH, 430, "Decisions: predicted against realised gain, simulated")
+    top, bottom = 44.0, 370.0
+    dots: list[tuple[int, float, float, str]] = []
+    for index, (name, policy) in enumerate(result.policies.items()):
+        for each in policy.decided:
+            predicted, realised = predicted_gain(each), realised_gain(each)
+            if predicted is not None and realised is not None:
+                tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, predicted {predicted:+.1%}, realised {realised:+.1%}"
+                dots.append((index, 100 * predicted, 100 * realised, tip))
+    dots = dots[:: -(-len(dots) // MOST_DOTS) or 1]
+    low, high = _span([value for _, x, y, _ in dots for value in (x, y)])
+    across = Scale(low, high, LEFT + 10, WIDTH - 30)
+    up = Scale(low, high, bottom, top)
+    drawing.y_axis(up, LEFT + 10, WIDTH - 30, "realised gain, %")
+    drawing.x_axis(across, bottom, top, "predicted gain, % of the batch's rollout time under what ran before")
+    drawing.line(across(low), up(low), across(high), up(high), "ink", ' stroke-dasharray="5 4"')
+    for index, x, y, tip in dots:
+        drawing.dot(across(max(low, min(high, x))), up(max(low, min(high, y))), 4, colour(index), tip)
+    if not dots:
+        drawing.text(WIDTH / 2, 200, "no decision has both a prediction and an outcome", "middle", "faint")
+    names = list(result.policies)
+    seen = sorted({index for index, *_ in dots})
+    drawing.legend(LEFT + 10, 18, [(names[index], colour(index), "box") for index in seen], WIDTH - 10)
+    return drawing
+
+
+def shape(decided: Decided) -> str:
+    """A configuration in short: 3P5D, 8C, paused."""
+    match decided.mode:
+        case "disaggregated":
+            return f"{decided.prefill}P{decided.decode}D"
+        case "colocated":
+            return f"{decided.colocated}C"
+        case _:
+            return decided.mode
+
+
+def _span(values: Sequence[float]) -> tuple[float, float]:
+    """Limits that hold 98 % of the values and zero; what is beyond is drawn at the edge."""
+    if not values:
+        return -1.0, 1.0
+    ordered = sorted(values)
+    cut = len(ordered) // 100
+    low, high = min(0.0, ordered[cut]), max(0.0, ordered[-1 - cut])
+    room = max(1.0, 0.08 * (high - low))
+    return low - room, high + room
+
+
+def sensitivity(rows: Sequence[tuple[str, float, float]], base: float, label: str) -> Drawing:
+    """A tornado: what `label` becomes with each constant a step lower and a step higher, the strongest first."""
+    ordered = sorted(rows, key=lambda each: -max(abs(each[1] - base), abs(each[2] - base)))
+    row, left, top = 24, 250, 46.0
+    bottom = top + row * len(ordered)
+    drawing = Drawing(WIDTH, int(bottom) + 50, f"Sensitivity of {label}, simulated")
+    values = [value for _, low, high in ordered for value in (low, high)] + [base]
+    room = max(0.02 * abs(base), 0.15 * (max(values) - min(values)), 1e-9)
+    scale = Scale(min(values) - room, max(values) + room, left, WIDTH - 60)
+    drawing.x_axis(scale, bottom, top, label)
+    for index, (name, low, high) in enumerate(ordered):
+        y = top + index * row
+        drawing.text(left - 8, y + 16, name, "end")
+        for value, fill in ((low, "s0"), (high, "s1")):
+            begin, end = sorted((scale(base), scale(value)))
+            drawing.rect(
+                begin, y + 5 if fill == "s0" else y + 12, max(end - begin, 1.0), 6, fill, f"{name}: {value:.3f}"
+            )
+    drawing.line(scale(base), top - 4, scale(base), bottom, "ink")
+    drawing.legend(left, 18, [("constant lower", "s0", "box"), ("constant higher", "s1", "box")], WIDTH - 10)
+    return drawing
