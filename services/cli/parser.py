@@ -101,6 +101,46 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--data-dir", default=".pearl", help="where the runs leave their files (default: .pearl)")
 
+    simulate = commands.add_parser("simulate", help="what-if and fault simulation", description="Simulated time only.")
+    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
+
+    def simulation(name: str, module: str, text: str) -> argparse.ArgumentParser:
+        sub = simulations.add_parser(name, help=text, description=text)
+        sub.set_defaults(module=module)
+        return sub
+
+    record = simulation("record", "simulate_record", "write a workload file out of a job's journal, live or afterwards")
+    _where(record)
+    record.add_argument("--out", required=True, metavar="FILE.csv", help="the workload file to write")
+    record.add_argument("--trajectories", type=_positive, default=500, help="stop after so many (default: 500)")
+    record.add_argument("--once", action="store_true", help="take what is there now, and do not wait for more")
+    _json(record)
+
+    report = simulation("report", "simulate_report", "plots and a page from the JSON of `pearl simulate run`")
+    report.add_argument(
+        "result", metavar="RESULT.json", help="what `simulate run --json` printed, or a report's result.json"
+    )
+    report.add_argument(
+        "--report", metavar="DIR", default=None, help="leave the plots, the JSON and one page (index.html) there"
+    )
+    report.add_argument(
+        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
+    )
+    prices(report)
+    _json(report)
+
+    paper = simulation(
+        "paper", "simulate_paper", "the paper's figures and tables, simulated, beside the paper's numbers"
+    )
+    paper.add_argument(
+        "--report", metavar="DIR", default=None, help="leave the plots, the JSON and one page (index.html) there"
+    )
+    paper.add_argument(
+        "--only", metavar="NAMES", default="", help="comma-separated, e.g. figure5,table3 (default: everything)"
+    )
+    paper.add_argument("--seeds", type=_positive, default=1, help="seeds of each simulated run (default: 1)")
+    _json(paper)
+
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)
     _json(check)
@@ -114,6 +154,21 @@ def build_parser() -> argparse.ArgumentParser:
     completion = command("completion", "completion", "a shell's completion script: source it in the shell's start file")
     completion.add_argument("shell", choices=("bash", "zsh", "fish"))
     return parser
+
+
+def prices(parser: argparse.ArgumentParser) -> None:
+    """Options of every simulation that tells costs."""
+    parser.add_argument(
+        "--spot-price", type=_price, default=None, metavar="X", help="of a preemptible GPU-hour, in any currency"
+    )
+    parser.add_argument("--reserved-price", type=_price, default=None, metavar="X", help="of any other GPU-hour")
+
+
+def _price(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000000")
+    return value
 
 
 def _json(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ its rows). Rows may be in any order; forgiven is what `services.csvtable` forgiv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -116,6 +117,22 @@ def parse(text: str, name: str = "workload") -> Workload:
         for trajectory, own in turns.items()
     )
     return Workload(name, trajectories, DELAY_SHARES.get(name, 1.0))
+
+
+def as_csv(trajectories: Iterable[Trajectory]) -> str:
+    """The file that `parse` reads as these trajectories: a row a turn, the reward on the last."""
+    lines = [",".join((*COLUMNS, "reward"))]
+    for trajectory in trajectories:
+        name = trajectory.name
+        if any(each in name for each in ',"\r\n') or name.startswith("#"):
+            name = '"' + name.replace('"', '""') + '"'
+        last = len(trajectory.turns) - 1
+        lines += [
+            f"{name},{index},{turn.prompt_tokens},{turn.completion_tokens},{turn.env_time_s!r},"
+            + (f"{trajectory.reward!r}" if index == last else "")
+            for index, turn in enumerate(trajectory.turns)
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _whole(cells: dict[str, str], column: str, line: int, name: str, least: int, most: int) -> int:
