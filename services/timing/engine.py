@@ -254,6 +254,7 @@ class EngineModel:
             self._running.append(work)
             if work.remote:
                 events.append(Event(self._at_s, work.key, "reserved", work.computed))
+        batch = self._decoding()  # first: it may retract a request that would have had a chunk
         chunks: list[tuple[_Work, int]] = []
         budget = self.chunk_tokens
         least = 0 if self.prefill_only else 1
@@ -262,7 +263,6 @@ class EngineModel:
                 count = min(work.missing, budget)
                 budget -= count
                 chunks.append((work, count))
-        batch = self._decoding()
         if not batch and not chunks:
             return None
         kv_tokens = sum(work.length for work in batch)
