@@ -215,7 +215,7 @@ def test_a_page_without_steps_spans_or_decisions() -> None:
     }
     empty = msgspec.structs.replace(result(), policies=bare, budget=())
     page = whole_page([empty], "roll", all_drawings([empty], "roll"), None, "")
-    assert not Reader(page).open and "no decision has both" in page
+    assert not Reader(page).open and "no such decision" in page
 
 
 def test_folders_that_cannot_be_written(tmp_path: Path) -> None:

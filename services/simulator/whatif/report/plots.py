@@ -23,6 +23,10 @@ MOST_GPUS: Final = 64
 THINNEST_PX: Final = 0.25
 """Spans thinner than this are left out of the picture."""
 MOST_DOTS: Final = 2000
+LEAST_GAIN: Final = 1e-6
+"""Decisions that keep what runs are predicted to gain nothing: they say nothing about predictions of gains."""
+
+_Dot = tuple[int, float, float, str]
 
 
 def colour(index: int) -> str:
@@ -33,6 +37,15 @@ def colour(index: int) -> str:
 def dash(index: int) -> str:
     """Its line's dashes."""
     return DASHES[index % len(DASHES)]
+
+
+def indices(names: Sequence[str]) -> dict[str, int]:
+    """Which colour and dashes each policy has: PEARL the first, the others in order."""
+    rest = [name for name in names if name != "pearl"]
+    found = {name: index for index, name in enumerate(rest, start=1)}
+    if "pearl" in names:
+        found["pearl"] = 0
+    return {name: found[name] for name in names}
 
 
 def throughput(result: Result) -> Drawing:
@@ -56,14 +69,16 @@ def throughput(result: Result) -> Drawing:
     drawing.x_axis(time, bottom, top, "minutes")
     if most:
         drawing.y_axis(gpus, WIDTH - RIGHT, LEFT, "GPUs", grid=False)
-    for index, (name, points) in enumerate(series):
+    index_of = indices(list(result.policies))
+    for name, points in series:
+        index = index_of[name]
         data = "".join(
             f"{'M' if position == 0 else 'L'}{number(time(begin / 60))} {number(rate(value))}H{number(time(end / 60))}"
             for position, (begin, end, value) in enumerate(points)
         )
-        style = f' stroke-width="2" stroke-linejoin="round" stroke-dasharray="{dash(index)}"'
+        style = f' stroke-width="{2.6 if index == 0 else 1.8}" stroke-linejoin="round" stroke-dasharray="{dash(index)}"'
         drawing.path(data, stroke=colour(index), tip=name, more=style)
-    entries = [(name, colour(index), dash(index)) for index, (name, _) in enumerate(series)]
+    entries = [(name, colour(index), dash(index)) for name, index in index_of.items()]
     drawing.legend(LEFT, 18, [*entries, *((f"{name} GPUs", fill, "box") for name, fill in layers)], WIDTH - 20)
     return drawing
 
@@ -108,12 +123,13 @@ def bars(summaries: Sequence[PolicySummary], oracles: Sequence[tuple[str, float]
     values = [each.throughput.high for each in summaries] + [value for _, value in oracles]
     scale = from_zero(values, left, WIDTH - right)
     drawing.x_axis(scale, bottom, top, "tokens/s")
+    index_of = indices([each.name for each in summaries])
     for index, each in enumerate(summaries):
         y = top + index * row
         found = each.throughput
         tip = f"{each.name}: {found.mean:.0f} tokens/s" + (f" ± {found.half:.0f}" if found.count > 1 else "")
         drawing.text(left - 8, y + 20, each.name, "end")
-        drawing.rect(left, y + 6, scale(found.mean) - left, row - 12, colour(index), tip)
+        drawing.rect(left, y + 6, scale(found.mean) - left, row - 12, colour(index_of[each.name]), tip)
         if found.count > 1:
             middle = y + row / 2
             low, high = scale(max(0.0, found.low)), scale(found.high)
@@ -219,31 +235,47 @@ def _natural(gpu: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def decisions(result: Result) -> Drawing:
-    """Each decision whose outcome is known: predicted gain against realised gain; on the line they are equal."""
-    drawing = Drawing(WIDTH, 430, "Decisions: predicted against realised gain, simulated")
-    top, bottom = 44.0, 370.0
-    dots: list[tuple[int, float, float, str]] = []
-    for index, (name, policy) in enumerate(result.policies.items()):
+    """Decisions whose outcome is known. Left: seconds of the batch as predicted and as it came; right: gains, of those that
+    were predicted to gain. On the dashed line prediction and outcome agree.
+    """
+    drawing = Drawing(WIDTH, 400, "Decisions: predicted against realised, simulated")
+    index_of = indices(list(result.policies))
+    times: list[_Dot] = []
+    gains: list[_Dot] = []
+    for name, policy in result.policies.items():
         for each in policy.decided:
+            if each.predicted_s is None or each.realised_s is None:
+                continue
+            tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, predicted {each.predicted_s:.0f} s, realised {each.realised_s:.0f} s"
+            times.append((index_of[name], each.predicted_s, each.realised_s, tip))
             predicted, realised = predicted_gain(each), realised_gain(each)
-            if predicted is not None and realised is not None:
-                tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, predicted {predicted:+.1%}, realised {realised:+.1%}"
-                dots.append((index, 100 * predicted, 100 * realised, tip))
-    dots = dots[:: -(-len(dots) // MOST_DOTS) or 1]
-    low, high = _span([value for _, x, y, _ in dots for value in (x, y)])
-    across = Scale(low, high, LEFT + 10, WIDTH - 30)
-    up = Scale(low, high, bottom, top)
-    drawing.y_axis(up, LEFT + 10, WIDTH - 30, "realised gain, %")
-    drawing.x_axis(across, bottom, top, "predicted gain, % of the batch's rollout time under what ran before")
-    drawing.line(across(low), up(low), across(high), up(high), "ink", ' stroke-dasharray="5 4"')
-    for index, x, y, tip in dots:
-        drawing.dot(across(max(low, min(high, x))), up(max(low, min(high, y))), 4, colour(index), tip)
-    if not dots:
-        drawing.text(WIDTH / 2, 200, "no decision has both a prediction and an outcome", "middle", "faint")
-    names = list(result.policies)
-    seen = sorted({index for index, *_ in dots})
-    drawing.legend(LEFT + 10, 18, [(names[index], colour(index), "box") for index in seen], WIDTH - 10)
+            if predicted is not None and realised is not None and abs(predicted) > LEAST_GAIN:
+                gains.append(
+                    (index_of[name], 100 * predicted, 100 * realised, f"{tip}: {predicted:+.1%}, {realised:+.1%}")
+                )
+    half = WIDTH / 2
+    _dots(drawing, times, LEFT, half - 20, "predicted batch time, s", "realised, s")
+    _dots(drawing, gains, half + LEFT, WIDTH - 16, "predicted gain, %", "realised gain, %")
+    seen = {index for index, *_ in (*times, *gains)}
+    entries = [(name, colour(index), "box") for name, index in index_of.items() if index in seen]
+    drawing.legend(LEFT, 18, entries, WIDTH - 10)
     return drawing
+
+
+def _dots(drawing: Drawing, dots: list[_Dot], left: float, right: float, across: str, up: str) -> None:
+    """A panel with the same scale on both axes."""
+    top, bottom = 44.0, 340.0
+    shown = dots[:: -(-len(dots) // MOST_DOTS) or 1]
+    low, high = _span([value for _, x, y, _ in shown for value in (x, y)])
+    x_scale, y_scale = Scale(low, high, left, right), Scale(low, high, bottom, top)
+    drawing.y_axis(y_scale, left, right, up)
+    drawing.x_axis(x_scale, bottom, top, across, 5)
+    drawing.line(x_scale(low), y_scale(low), x_scale(high), y_scale(high), "ink", ' stroke-dasharray="5 4"')
+    for index, x, y, tip in shown:
+        at_x, at_y = x_scale(max(low, min(high, x))), y_scale(max(low, min(high, y)))
+        drawing.dot(at_x, at_y, 4, colour(index), tip)
+    if not shown:
+        drawing.text((left + right) / 2, 190, "no such decision", "middle", "faint")
 
 
 def shape(decided: Decided) -> str:

@@ -15,11 +15,11 @@ from services.simulator.whatif.result import Result
 
 def print_results(results: Sequence[Result], *, reference: str = "", console: Console | None = None) -> None:
     """The policies side by side, then the conclusion in words."""
-    out = console or Console()
+    out = console or Console(width=max(Console().width, 118))
     chosen = reference_of(results[0], reference)
     summaries = summarise(results, chosen)
     table = Table(title=Text(inputs_line(results)), title_justify="left", title_style="bold")
-    table.add_column("policy")
+    table.add_column("policy", no_wrap=True)
     priced = any(each.cost is not None for each in summaries)
     columns = [
         "tokens/s",

@@ -63,8 +63,8 @@ def drawings(results: Sequence[Result], reference: str) -> dict[str, tuple[Drawi
             found[f"roles-{file_name(name)}"] = (plots.roles(first, name), f"A row a GPU, under {name}. {told}")
     found["decisions"] = (
         plots.decisions(first),
-        "A dot a decision whose batch ended before the next decision; on the dashed line prediction and outcome agree. "
-        + told,
+        "Decisions under which a whole batch ran. Left: its rollout time; right: the gain over what ran before, of decisions that were "
+        "to gain something. On the dashed line prediction and outcome agree. " + told,
     )
     return found
 
