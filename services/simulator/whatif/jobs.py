@@ -52,9 +52,7 @@ def job_of(
     train_steps: int,
 ) -> JobFile:
     """A job of this policy's GPUs."""
-    nodes = [
-        NodeSection(name="r0", zone=Zone.RESERVED, gpus=policy.reserved_gpus(trace, settings, hardware, seconds))
-    ]
+    nodes = [NodeSection(name="r0", zone=Zone.RESERVED, gpus=policy.reserved_gpus(trace, settings, hardware, seconds))]
     spot = settings.most_preemptible_gpus if policy.elastic else 0
     spot = min(spot, max(trace.most, 0)) // hardware.gpus * hardware.gpus
     index = 0

@@ -117,7 +117,13 @@ class Rollout:
     """See the module."""
 
     def __init__(
-        self, host: Host, router: RouterConfig, episodes: Episodes, hardware: Hardware, placement: str, chunk_tokens: int
+        self,
+        host: Host,
+        router: RouterConfig,
+        episodes: Episodes,
+        hardware: Hardware,
+        placement: str,
+        chunk_tokens: int,
     ) -> None:
         self.host = host
         self.router = RouterCore(router) if placement == "affinity" else LeastLoaded(router)

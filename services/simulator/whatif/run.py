@@ -38,9 +38,7 @@ def simulate(
         raise ConfigError(f"hours = {hours:g}: give more than 0, at most {MOST_HOURS:g}")
     episodes = Episodes(workload, chosen.max_context_tokens)
     profile = cold_start(chosen, episodes, hardware)
-    simulation = Simulation(
-        trace, episodes, profile, hardware, policy, chosen, seconds=hours * 3600, seed=seed
-    )
+    simulation = Simulation(trace, episodes, profile, hardware, policy, chosen, seconds=hours * 3600, seed=seed)
     simulation.finish()
     return result_of(simulation, trace)
 
@@ -62,9 +60,7 @@ def compare(
     found: dict[str, PolicyResult] = {}
     for policy in policies:
         progress(policy.name)
-        found[policy.name] = simulate(
-            trace, workload, hardware, policy, hours=hours, seed=seed, settings=chosen
-        )
+        found[policy.name] = simulate(trace, workload, hardware, policy, hours=hours, seed=seed, settings=chosen)
     return Result(
         trace=trace.name,
         workload=workload.name,

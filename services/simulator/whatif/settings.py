@@ -64,9 +64,7 @@ def checked(settings: Settings, gpus_per_worker: int) -> Settings:
     """The same settings. Raises ConfigError where they contradict each other."""
     problem = ""
     if settings.batch_trajectories % settings.group_size:
-        problem = (
-            f"batch_trajectories = {settings.batch_trajectories} is not a multiple of group_size = {settings.group_size}"
-        )
+        problem = f"batch_trajectories = {settings.batch_trajectories} is not a multiple of group_size = {settings.group_size}"
     elif settings.placement not in PLACEMENTS:
         problem = f"placement = {settings.placement!r}: use one of {', '.join(PLACEMENTS)}"
     elif settings.reserved_gpus < gpus_per_worker:

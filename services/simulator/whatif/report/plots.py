@@ -254,19 +254,19 @@ def decisions(result: Result) -> Drawing:
                     (index_of[name], 100 * predicted, 100 * realised, f"{tip}: {predicted:+.1%}, {realised:+.1%}")
                 )
     half = WIDTH / 2
-    _dots(drawing, times, LEFT, half - 20, "predicted batch time, s", "realised, s")
-    _dots(drawing, gains, half + LEFT, WIDTH - 16, "predicted gain, %", "realised gain, %")
+    _dots(drawing, times, LEFT, half - 20, "predicted batch time, s", "realised, s", zero=False)
+    _dots(drawing, gains, half + LEFT, WIDTH - 16, "predicted gain, %", "realised gain, %", zero=True)
     seen = {index for index, *_ in (*times, *gains)}
     entries = [(name, colour(index), "box") for name, index in index_of.items() if index in seen]
     drawing.legend(LEFT, 18, entries, WIDTH - 10)
     return drawing
 
 
-def _dots(drawing: Drawing, dots: list[_Dot], left: float, right: float, across: str, up: str) -> None:
+def _dots(drawing: Drawing, dots: list[_Dot], left: float, right: float, across: str, up: str, zero: bool) -> None:
     """A panel with the same scale on both axes."""
     top, bottom = 44.0, 340.0
     shown = dots[:: -(-len(dots) // MOST_DOTS) or 1]
-    low, high = _span([value for _, x, y, _ in shown for value in (x, y)])
+    low, high = _span([value for _, x, y, _ in shown for value in (x, y)], zero)
     x_scale, y_scale = Scale(low, high, left, right), Scale(low, high, bottom, top)
     drawing.y_axis(y_scale, left, right, up)
     drawing.x_axis(x_scale, bottom, top, across, 5)
@@ -289,13 +289,15 @@ def shape(decided: Decided) -> str:
             return decided.mode
 
 
-def _span(values: Sequence[float]) -> tuple[float, float]:
-    """Limits that hold 98 % of the values and zero; what is beyond is drawn at the edge."""
+def _span(values: Sequence[float], zero: bool) -> tuple[float, float]:
+    """Limits that hold 98 % of the values (and zero); what is beyond is drawn at the edge."""
     if not values:
         return -1.0, 1.0
     ordered = sorted(values)
     cut = len(ordered) // 100
-    low, high = min(0.0, ordered[cut]), max(0.0, ordered[-1 - cut])
+    low, high = ordered[cut], ordered[-1 - cut]
+    if zero:
+        low, high = min(0.0, low), max(0.0, high)
     room = max(1.0, 0.08 * (high - low))
     return low - room, high + room
 
@@ -320,4 +322,61 @@ def sensitivity(rows: Sequence[tuple[str, float, float]], base: float, label: st
             )
     drawing.line(scale(base), top - 4, scale(base), bottom, "ink")
     drawing.legend(left, 18, [("constant lower", "s0", "box"), ("constant higher", "s1", "box")], WIDTH - 10)
+    return drawing
+
+
+def grouped(
+    title: str, groups: Sequence[tuple[str, Sequence[tuple[float, float] | None]]], names: Sequence[str], label: str
+) -> Drawing:
+    """Bars in groups: of each group (its name, and of each of `names` the value and half its interval, or None)."""
+    left, top, bottom = LEFT, 52.0, 300.0
+    drawing = Drawing(WIDTH, 350, title)
+    values = [pair for _, pairs in groups for pair in pairs if pair is not None]
+    low, high = (
+        min([0.0, *(value - half for value, half in values)]),
+        max([0.0, *(value + half for value, half in values)]),
+    )
+    room = 0.08 * (high - low) or 1.0
+    scale = Scale(low - (room if low < 0 else 0.0), high + room, bottom, top)
+    drawing.y_axis(scale, left, WIDTH - 16, label)
+    wide = (WIDTH - 16 - left) / max(1, len(groups))
+    thick = min(40.0, 0.8 * wide / max(1, len(names)))
+    for position, (group, pairs) in enumerate(groups):
+        begin = left + wide * position + (wide - thick * len(names)) / 2
+        drawing.text(left + wide * (position + 0.5), bottom + 18, group, "middle")
+        for index, pair in enumerate(pairs):
+            if pair is None:
+                continue
+            value, half = pair
+            x, ends = begin + index * thick, sorted((scale(0.0), scale(value)))
+            tip = f"{group}, {names[index]}: {value:.3g}" + (f" ± {half:.2g}" if half else "")
+            drawing.rect(x + 1, ends[0], thick - 2, max(ends[1] - ends[0], 0.5), colour(index), tip)
+            if half:
+                middle = x + thick / 2
+                drawing.line(middle, scale(value - half), middle, scale(value + half), "ink", ' stroke-width="1.5"')
+    drawing.line(left, scale(0.0), WIDTH - 16, scale(0.0), "ink")
+    drawing.legend(left, 18, [(name, colour(index), "box") for index, name in enumerate(names)], WIDTH - 10)
+    return drawing
+
+
+def lines(
+    title: str, series: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, up: str, *, zero: bool = True
+) -> Drawing:
+    """Lines with dots through points (x, y)."""
+    top, bottom = 52.0, 300.0
+    drawing = Drawing(WIDTH, 350, title)
+    points = [point for _, each in series for point in each]
+    xs, ys = [x for x, _ in points] or [0.0, 1.0], [y for _, y in points] or [0.0, 1.0]
+    room = 0.04 * (max(xs) - min(xs)) or 1.0
+    x_scale = Scale(min(xs) - room, max(xs) + room, LEFT, WIDTH - 16)
+    low = 0.0 if zero else min(ys) - 0.1 * (max(ys) - min(ys))
+    y_scale = Scale(low, max(ys) + 0.08 * (max(ys) - low) or 1.0, bottom, top)
+    drawing.y_axis(y_scale, LEFT, WIDTH - 16, up)
+    drawing.x_axis(x_scale, bottom, top, across)
+    for index, (name, each) in enumerate(series):
+        data = "".join(f"{'L' if n else 'M'}{number(x_scale(x))} {number(y_scale(y))}" for n, (x, y) in enumerate(each))
+        drawing.path(data, stroke=colour(index), tip=name, more=f' stroke-width="2" stroke-dasharray="{dash(index)}"')
+        for x, y in each:
+            drawing.dot(x_scale(x), y_scale(y), 3.5, colour(index), f"{name}: {amount(x)}, {y:.3g}")
+    drawing.legend(LEFT, 18, [(name, colour(index), dash(index)) for index, (name, _) in enumerate(series)], WIDTH - 10)
     return drawing
