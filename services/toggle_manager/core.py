@@ -218,7 +218,7 @@ class ToggleManagerCore:
         if _any(mine, Residency.RELEASING) and not _any(old, Residency.RELEASING):
             # Whatever was known of an earlier hand-over: this one wants an answer of its own.
             state = msgspec.structs.replace(state, trainer_resident=True, release_wanted=False)
-        return self._returned(self._timed_hand_overs(state, old, mine), mine)
+        return self._returned(self._timed_hand_overs(state, old, mine), old, mine)
 
     def _timed_hand_overs(self, state: ToggleState, old: RoleTable | None, new: RoleTable) -> ToggleState:
         """When borrows and returns begin and end, by the table."""
@@ -235,12 +235,16 @@ class ToggleManagerCore:
             return msgspec.structs.replace(state, return_since_ms=0, returned_s=took_s, costs=costs)
         return state
 
-    def _returned(self, state: ToggleState, table: RoleTable) -> tuple[ToggleState, Effects]:
+    def _returned(
+        self, state: ToggleState, old: RoleTable | None, table: RoleTable
+    ) -> tuple[ToggleState, Effects]:
         """Training has its GPUs: say when it had asked for them by, where they were lent."""
         batch = table.training_batch
         if batch is None or batch <= state.returned_batch:
             return state, ()
         state = msgspec.structs.replace(state, returned_batch=batch)
+        if old is not None and old.training_batch is not None:
+            return state, ()  # a batch that follows at once: training had its GPUs, and the deadline was the last one's
         asked = [pair for pair in table.pairs if pair.deadline_ms]
         if not asked:
             return state, ()

@@ -123,7 +123,7 @@ def result_of(simulation: Simulation, trace: Trace) -> PolicyResult:
         price = settings.spot_price * spot_hours + settings.reserved_price * (reserved * hours + training_hours)
         cost = price / (throughput * simulation.seconds / 1e6) if throughput else None
     lent = [record for _, record, _ in seen.records if record.lending and record.overlap_workers]
-    held = [record.borrow for record in lent]
+    held = [record.borrow for _, record, _ in seen.records]
     borrows = sum(now and not before for before, now in zip([False, *held], held, strict=False))
     return PolicyResult(
         throughput_tokens_per_s=throughput,

@@ -116,7 +116,10 @@ class Simulation:
         self._seq = 0
         self._tick_at = NEVER
         self._costs = Costs(self.hardware, settings.max_running, settings.chunk_tokens)
-        self.trainer = Trainer(self, settings.train_s)
+        self.train_s = settings.train_s or self.hardware.train_step_s(
+            settings.batch_trajectories, max(1, settings.training_gpus)
+        )
+        self.trainer = Trainer(self, self.train_s)
         self.rollout = Rollout(
             self, RouterConfig.of(self.job), episodes, self.hardware, settings.placement, settings.chunk_tokens
         )
