@@ -51,6 +51,8 @@ class WorkloadProfile(Message, frozen=True, kw_only=True, tag="workload.profile/
     kv_capacity_bytes_per_worker: float
     retained: float = 0.0  # response tokens a turn kept in the next context (paper 5)
     samples: int = 0  # turns this profile was fitted on; 0 means the cold-start description
+    # The most recent trajectories, for replay; each is (new prompt tokens, reply tokens, environment ms) turn by turn.
+    sample: tuple[tuple[int, ...], ...] = ()
     costs: dict[str, float] = {}  # learned mean seconds of executor operations, by `operation.timed/1` name (paper 5)
 
 

@@ -17,6 +17,20 @@ class Candidate(msgspec.Struct, frozen=True):
     makespan_s: float | None  # None where infeasible
     feasible: bool
     reason: str = ""
+    method: str = ""  # "replay", "queueing"; "": the closed forms
+    base_s: float | None = None  # the prediction before what was measured corrected it
+    spread: float = 0.0  # uncertainty of that correction: its standard deviation as a share
+
+
+class Observed(msgspec.Struct, frozen=True):
+    """A batch that one configuration served from its beginning to its end: predicted, before any correction, and realised."""
+
+    prefill: int
+    decode: int
+    colocated: int
+    predicted_s: float
+    realised_s: float
+    batch: int = -1
 
 
 class Incumbent(msgspec.Struct, frozen=True):

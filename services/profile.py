@@ -36,7 +36,7 @@ KEYS: Final = (
 OPTIONAL: Final = ("retained",)
 POSITIVE: Final = frozenset({"B", "bandwidth_bytes_per_s", "kv_capacity_bytes_per_worker"})
 """Parameters that a formula divides by, or that make no sense at 0."""
-NOT_A_MEASURE: Final = frozenset({"train_step", "samples", "costs"})
+NOT_A_MEASURE: Final = frozenset({"train_step", "samples", "costs", "sample"})
 LARGEST: Final = 1e18
 """No parameter in SI units is sensibly larger; below it no closed form overflows."""
 

@@ -1,0 +1,95 @@
+"""What realised makespans say about the next predictions: a correction for each configuration, with its uncertainty. Pure.
+
+The logarithm of realised over predicted is taken as a sum of four parts, each normal with mean 0: one that all configurations
+share (constants that are wrong everywhere), one of the mode, one that is alike for like ratios and sizes, and noise of a
+single batch. So a measurement corrects its own configuration most, its neighbours nearly as much, the other mode only by
+what both have in common; and the posterior spread says which configuration was never tried. The posterior is that of a Gaussian
+process: a linear system of as many equations as there are measurements.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Final
+
+import msgspec
+
+from messages.monitor import Observed
+
+Counts = tuple[int, int, int]
+
+SHARED: Final = 0.15
+"""Standard deviations of the parts, as shares of a makespan. Constants are often wrong by 10 %, which all share in part."""
+MODE: Final = 0.03
+RATIO: Final = 0.03
+NOISE: Final = 0.02
+"""Of one batch: other trajectories, stragglers, placement."""
+RATIO_REACH: Final = 0.7
+"""Difference of log(P/D) over which ratios stop being alike."""
+SIZE_REACH: Final = 0.7
+"""The same for the logarithm of the number of workers."""
+FORGET: Final = 0.05
+"""Variance, in units of NOISE squared times this, that each newer measurement adds to older ones: the workload drifts."""
+
+
+class Correction(msgspec.Struct, frozen=True):
+    """The posterior: `weights` of each measurement, and what the spread needs."""
+
+    seen: tuple[Counts, ...] = ()
+    weights: tuple[float, ...] = ()
+    inverse: tuple[tuple[float, ...], ...] = ()
+
+    def factor(self, counts: Counts) -> float:
+        """What to multiply an uncorrected prediction by."""
+        near = [_alike(counts, each) for each in self.seen]
+        return math.exp(sum(a * w for a, w in zip(near, self.weights, strict=True)))
+
+    def spread(self, counts: Counts) -> float:
+        """Standard deviation, as a share, of what this configuration differs from its mode's common error."""
+        near = [_alike(counts, each) for each in self.seen]
+        explained = sum(a * b * c for a, row in zip(near, self.inverse, strict=True) for b, c in zip(near, row, strict=True))
+        return math.sqrt(max(0.0, _alike(counts, counts) - explained))
+
+
+def correction(observed: Sequence[Observed]) -> Correction:
+    """From measurements, the oldest first; those without a prediction count for nothing."""
+    sound = [each for each in observed if each.predicted_s > 0 and each.realised_s > 0]
+    if not sound:
+        return Correction()
+    seen = tuple((each.prefill, each.decode, each.colocated) for each in sound)
+    logs = [math.log(each.realised_s / each.predicted_s) for each in sound]
+    count = len(sound)
+    matrix = [[_alike(a, b) for b in seen] for a in seen]
+    for index in range(count):
+        matrix[index][index] += NOISE**2 * (1 + FORGET * (count - 1 - index))
+    inverse = _inverse(matrix)
+    weights = tuple(sum(row[j] * logs[j] for j in range(count)) for row in inverse)
+    return Correction(seen, weights, tuple(tuple(row) for row in inverse))
+
+
+def _alike(a: Counts, b: Counts) -> float:
+    """Covariance of two configurations' errors."""
+    split_a, split_b = a[0] > 0, b[0] > 0
+    if split_a is not split_b:
+        return SHARED**2
+    distance = (math.log(sum(a) / sum(b)) / SIZE_REACH) ** 2
+    if split_a:
+        distance += (math.log(a[0] * b[1] / (a[1] * b[0])) / RATIO_REACH) ** 2
+    return SHARED**2 + MODE**2 + RATIO**2 * math.exp(-distance / 2)
+
+
+def _inverse(matrix: list[list[float]]) -> list[list[float]]:
+    """Gauss-Jordan; the matrix is positive definite (its diagonal has the noise)."""
+    size = len(matrix)
+    rows = [[*row, *(1.0 if i == j else 0.0 for j in range(size))] for i, row in enumerate(matrix)]
+    for column in range(size):
+        pivot = max(range(column, size), key=lambda index: abs(rows[index][column]))
+        rows[column], rows[pivot] = rows[pivot], rows[column]
+        lead = rows[column][column]
+        rows[column] = [value / lead for value in rows[column]]
+        for index in range(size):
+            factor = rows[index][column]
+            if index != column and factor:
+                rows[index] = [a - factor * b for a, b in zip(rows[index], rows[column], strict=True)]
+    return [row[size:] for row in rows]

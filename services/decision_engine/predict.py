@@ -1,0 +1,248 @@
+"""The planner's predictor: a queueing network ranks all configurations, a replay of recorded trajectories judges the best few,
+what was measured corrects both (docs/decisions.md). Pure.
+
+Without recorded trajectories there is nothing to replay: then the closed forms of the paper (`makespan.py`) answer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Final
+
+import msgspec
+
+from messages.decision_engine import WorkloadProfile
+from messages.monitor import Candidate, Observed
+from services.decision_engine import makespan
+from services.decision_engine.correct import Correction, correction
+from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
+from services.decision_engine.predict_replay import Grow, Machine, Turns, replay
+
+LEAST_SAMPLE: Final = 4
+"""Trajectories below which a sample says too little to replay."""
+SHORTLIST: Final = 4
+"""Configurations that are replayed, beside colocation and those that must be judged."""
+GRID: Final = 24
+"""Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+LEAST_SCALED: Final = 24
+"""Workers of a replay that stands for a larger cluster: enough for any ratio."""
+
+
+class Limits(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker's engine is configured to, and how much a decision may replay."""
+
+    chunk_tokens: int = 512
+    max_running: int = 64
+    replay_turns: int = 12_000
+
+
+class Evidence(msgspec.Struct, frozen=True, kw_only=True):
+    """What the planner knows beyond the closed forms' parameters. `sample`: see `workload.profile/1`."""
+
+    sample: tuple[tuple[int, ...], ...] = ()
+    observed: tuple[Observed, ...] = ()
+    limits: Limits = Limits()
+
+    @property
+    def usable(self) -> bool:
+        """Whether there is enough to replay."""
+        return len(self.sample) >= LEAST_SAMPLE
+
+
+class _Model(msgspec.Struct, frozen=True):
+    """A sample made ready: the batches to replay, the phases, the machine."""
+
+    draws: tuple[tuple[Turns, ...], ...]
+    phases: tuple[Phase, ...]
+    machine: Machine
+    shrink: int  # the replay has so many times fewer workers and trajectories
+
+
+class _Key(msgspec.Struct, frozen=True):
+    """All that a model follows from; hashable."""
+
+    sample: tuple[tuple[int, ...], ...]
+    limits: Limits
+    batch: int
+    fixed_s: float
+    sequence_s: float
+    prefill_s: float
+    transfer_s: float
+    capacity: float
+    workers: int
+
+
+def turns_of(trajectory: Sequence[int]) -> Turns:
+    """A sample's trajectory, unpacked: (new prompt tokens, reply tokens, environment seconds) for each turn."""
+    return tuple(
+        (trajectory[at], max(1, trajectory[at + 1]), trajectory[at + 2] / 1000)
+        for at in range(0, len(trajectory) - 2, 3)
+    )
+
+
+def decode_context(batch: Sequence[Turns]) -> float:
+    """Mean context length while a token is decoded."""
+    total, tokens = 0.0, 0.0
+    for turns in batch:
+        context = 0.0
+        for new, reply, _ in turns:
+            context += new
+            total += reply * (context + reply / 2)
+            tokens += reply
+            context += reply
+    return max(1.0, total / tokens) if tokens else 1.0
+
+
+def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
+    per_token = max(profile.kv_bytes_per_token, 1e-9)
+    return _Key(
+        sample=evidence.sample,
+        limits=evidence.limits,
+        batch=profile.B,
+        fixed_s=profile.A_s,
+        sequence_s=profile.b_s,
+        prefill_s=profile.t_prefill_s,
+        transfer_s=per_token / profile.bandwidth_bytes_per_s,
+        capacity=profile.kv_capacity_bytes_per_worker / per_token,
+        workers=workers,
+    )
+
+
+@lru_cache(maxsize=16)
+def _model(key: _Key) -> _Model:
+    """Batches as large as the job's, made of the sample in order: as many different ones as may be replayed."""
+    sample = tuple(turns_of(trajectory) for trajectory in key.sample)
+    mean_turns = sum(len(turns) for turns in sample) / len(sample)
+    each = key.limits.replay_turns / (SHORTLIST + 1)
+    shrink = 1
+    if key.batch * mean_turns > each:
+        shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
+    size = max(1, key.batch // shrink)
+    most = max(1, min(int(each / (size * mean_turns)), -(-len(sample) // size)))
+    draws = tuple(
+        tuple(sample[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most)
+    )
+    machine = Machine(
+        fixed_s=key.fixed_s,
+        kv_s=key.sequence_s / decode_context(sample),
+        prefill_s=key.prefill_s,
+        transfer_s=key.transfer_s,
+        capacity=key.capacity,
+        chunk=key.limits.chunk_tokens,
+        max_running=key.limits.max_running,
+    )
+    return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+
+
+@lru_cache(maxsize=512)
+def _replayed_s(key: _Key, prefill: int, decode: int, colocated: int) -> float:
+    """Mean makespan over the model's batches."""
+    model = _model(key)
+    prefill, decode, colocated = _shrunk(prefill, decode, colocated, model.shrink)
+    total = sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in model.draws)
+    return total / len(model.draws)
+
+
+def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> tuple[int, int, int]:
+    if shrink == 1:
+        return prefill, decode, colocated
+    if colocated:
+        return 0, 0, max(1, round(colocated / shrink))
+    return max(1, round(prefill / shrink)), max(1, round(decode / shrink)), 0
+
+
+def _ranks(workers: int) -> list[int]:
+    """Prefill counts to rank: all, or a grid."""
+    if workers - 1 <= GRID:
+        return list(range(1, workers))
+    return sorted({max(1, round((workers - 1) * index / GRID)) for index in range(1, GRID + 1)})
+
+
+def candidates(
+    profile: WorkloadProfile,
+    workers: int,
+    evidence: Evidence,
+    *,
+    impossible: str = "",
+    judged: Sequence[tuple[int, int, int]] = (),
+) -> tuple[Candidate, ...]:
+    """Every configuration of `workers` workers with its corrected prediction; `judged` ones are replayed in any case.
+
+    `method` says how a candidate's came about: "replay", or "queueing" for those that it left behind. With more than `GRID` ratios
+    only those near the best are listed. No workers: no candidates. `impossible`: why none can disaggregate.
+    """
+    if workers < 1:
+        return ()
+    key = _key(profile, evidence, workers)
+    model = _model(key)
+    learned = correction(evidence.observed)
+
+    def queueing(counts: tuple[int, int, int]) -> float:
+        return makespan_s(model.phases, model.machine, *counts)
+
+    alone = (0, 0, workers)
+    options: dict[tuple[int, int, int], float] = {alone: queueing(alone)}
+    if not impossible:
+        for prefill in _ranks(workers):
+            options[prefill, workers - prefill, 0] = queueing((prefill, workers - prefill, 0))
+        if workers - 1 > GRID:
+            best = min((counts for counts in options if counts[0]), key=lambda counts: options[counts])
+            step = max(1, (workers - 1) // GRID)
+            for prefill in range(max(1, best[0] - step), min(workers - 1, best[0] + step) + 1, max(1, step // 4)):
+                options.setdefault((prefill, workers - prefill, 0), queueing((prefill, workers - prefill, 0)))
+    for counts in judged:
+        if sum(counts) == workers and (counts[2] or not impossible):
+            options.setdefault(counts, queueing(counts))
+    split = [counts for counts in options if counts[0]]
+    ranked = sorted(split, key=lambda counts: options[counts] * learned.factor(counts))
+    shortlist = {alone, *ranked[:SHORTLIST], *(counts for counts in judged if counts in options)}
+    replayed = {counts: _replayed_s(key, *counts) for counts in sorted(shortlist)}
+    # What the queueing model misses is much the same for neighbours: it is learned from those that were replayed.
+    missed = {
+        mode: _mean([replayed[c] / options[c] for c in replayed if bool(c[0]) is mode and options[c] > 0])
+        for mode in (False, True)
+    }
+    found = [_candidate(alone, replayed[alone], "replay", learned)]
+    for counts in sorted(split):
+        if counts in replayed:
+            found.append(_candidate(counts, replayed[counts], "replay", learned))
+        else:
+            found.append(_candidate(counts, options[counts] * missed[True], "queueing", learned))
+    if impossible:
+        found += [Candidate(p, workers - p, 0, None, False, impossible) for p in range(1, workers)]
+    return tuple(found)
+
+
+def _candidate(counts: tuple[int, int, int], base_s: float, method: str, learned: Correction) -> Candidate:
+    return Candidate(
+        *counts, base_s * learned.factor(counts), True, "", method=method, base_s=base_s, spread=learned.spread(counts)
+    )
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 1.0
+
+
+def best(options: Sequence[Candidate]) -> Candidate | None:
+    """The least corrected prediction among those that were replayed; None: nothing was."""
+    judged = [option for option in options if option.feasible and option.method == "replay"]
+    return min(judged, key=lambda option: (option.makespan_s or 0.0, option.prefill), default=None)
+
+
+def predicted_s(profile: WorkloadProfile, counts: tuple[int, int, int], evidence: Evidence) -> float:
+    """One configuration's uncorrected prediction, replayed."""
+    return _replayed_s(_key(profile, evidence, sum(counts)), *counts)
+
+
+def probe(options: Sequence[Candidate], observed: Sequence[Observed], most_cost: float) -> Candidate | None:
+    """The best of the mode that no batch has measured, if running it once is predicted to cost no more than this share."""
+    chosen = best(options)
+    if chosen is None or not observed:
+        return None
+    tried = {each.prefill > 0 for each in observed} | {chosen.prefill > 0}
+    other = best([option for option in options if (option.prefill > 0) not in tried])
+    if other is None or not other.makespan_s or not chosen.makespan_s:
+        return None
+    return other if other.makespan_s <= chosen.makespan_s * (1 + most_cost) else None
