@@ -139,6 +139,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--only", metavar="NAMES", default="", help="comma-separated, e.g. figure5,table3 (default: everything)"
     )
     paper.add_argument("--seeds", type=_positive, default=1, help="seeds of each simulated run (default: 1)")
+    paper.add_argument("--hours", type=_hours, default=2.0, help="of each segment (default: the paper's 2)")
+    paper.add_argument("--processes", type=_positive, default=None, help="at a time (default: one a core)")
     _json(paper)
 
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
@@ -168,6 +170,13 @@ def _price(text: str) -> float:
     value = float(text)
     if not 0 <= value <= 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000000")
+    return value
+
+
+def _hours(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1000")
     return value
 
 

@@ -68,9 +68,7 @@ def figure(run: Runner, options: Options) -> Figure:
             found = gains(among, policy)
             for which, value, number in (("least", min(found), paper[0]), ("largest", max(found), paper[1])):
                 claims.append(claim(f"{which} gain of {policy} over {text}", "6.4", number, "%", value, 5.0))
-        falling = sum(
-            rate(a, policy).mean >= rate(b, policy).mean for a, b in pairwise(by_length)
-        )
+        falling = sum(rate(a, policy).mean >= rate(b, policy).mean for a, b in pairwise(by_length))
         claims.append(
             claim(f"steps to a longer limit at which {policy}'s throughput falls", "6.4", 3.0, "of 3", falling, 0.0)
         )

@@ -14,6 +14,7 @@ from services.environments.workload import load as load_workload
 from services.preemption_feed.traces import Step as TraceStep
 from services.preemption_feed.traces import Trace
 from services.preemption_feed.traces import load as load_trace
+from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Judge, Noise, Site, Trajectory, Turn, Workers
 from services.simulator.whatif.policies import Policy
 from services.simulator.whatif.result import PolicyResult
@@ -26,6 +27,8 @@ WORKLOAD: Final = "swebench-mini"
 MODELS: Final = {"h800-qwen3-8b": "Qwen3-8B", "h800-qwen3-30b-a3b": "Qwen3-30B-A3B"}
 SMALL, LARGE = tuple(MODELS)
 SEGMENTS: Final = ("bamboo-segment1", "bamboo-segment2", "bamboo-segment3")
+POOL: Final = 500
+"""Trajectories that a selection's batches are drawn from."""
 NO_TRACE: Final = ""
 """No preemptible GPU at any time."""
 
@@ -77,8 +80,28 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.policy.name} on {where}, {MODELS[self.hardware]}, {self.hours:g} h"
 
 
-Task = Batch | Run
-Done = Batched | PolicyResult
+class Select(msgspec.Struct, frozen=True, kw_only=True):
+    """Choose a configuration for so many workers after four observed batches, and measure every one (`selection.evaluate`)."""
+
+    hardware: str
+    workers: int
+    seed: int = 0
+
+    @property
+    def told(self) -> str:
+        """For progress."""
+        return f"every configuration of {self.workers} workers, {MODELS[self.hardware]}"
+
+
+class Selected(msgspec.Struct, frozen=True):
+    """What was chosen, and by how many per cent each configuration is slower than the best, over the same batches."""
+
+    outcome: selection.Outcome
+    slower: dict[str, float]
+
+
+Task = Batch | Run | Select
+Done = Batched | PolicyResult | Selected
 Progress = Callable[[int, int, str], None]
 T = TypeVar("T")
 
@@ -109,6 +132,11 @@ class Runner:
         self._do(tasks)
         return [cast(PolicyResult, self._done[task]) for task in tasks]
 
+    def selections(self, tasks: Sequence[Select]) -> list[Selected]:
+        """In the order of the tasks."""
+        self._do(tasks)
+        return [cast(Selected, self._done[task]) for task in tasks]
+
     def _do(self, tasks: Sequence[Task]) -> None:
         new = [task for task in dict.fromkeys(tasks) if task not in self._done]
         if self._pool is None:
@@ -137,9 +165,17 @@ def execute(task: Task) -> Done:
             seed=task.seed,
             settings=task.settings,
         )
-    hardware = load_hardware(task.hardware)
     settings = Settings()
+    hardware = load_hardware(task.hardware)
     site = Site(hardware=hardware, max_running=settings.max_running, chunk_tokens=settings.chunk_tokens)
+    if isinstance(task, Select):
+        pool = drawn(POOL, settings.max_context_tokens, task.seed)
+        setting = selection.Setting(
+            site=site, pool=tuple(pool), batch=settings.batch_trajectories, workers=task.workers
+        )
+        table: selection.Table = {}
+        outcome = selection.evaluate(setting, task.seed, table)
+        return Selected(outcome, slower(table))
     workers = Workers(task.prefill, task.decode, task.colocated)
     batch = drawn(task.trajectories, task.context, task.seed)
     judge = Judge(site, workers, noise=Noise(), seed=task.seed, most_in_flight=len(batch))
@@ -153,6 +189,17 @@ def execute(task: Task) -> Done:
         measured.decode_s / busy_s if busy_s else 0.0,
         sum(turn.env_s for each in batch for turn in each) / len(batch),
     )
+
+
+def slower(table: selection.Table) -> dict[str, float]:
+    """Per cent behind the best; the hopeless ones were measured on fewer batches, and are compared on these."""
+    full = max(len(values) for values in table.values())
+    best = min((values for values in table.values() if len(values) == full), key=sum)
+    return {
+        f"{each.colocated}C" if each.colocated else f"{each.prefill}P{each.decode}D": 100
+        * (sum(values) / sum(best[: len(values)]) - 1)
+        for each, values in table.items()
+    }
 
 
 def drawn(count: int, context: int, seed: int) -> list[Trajectory]:
