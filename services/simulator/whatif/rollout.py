@@ -282,7 +282,8 @@ class Rollout:
                 return False
         turn = episode.plan.turns[episode.turn]
         start = turn.context + episode.made
-        work = Work(episode.task.trajectory, start, turn.context + turn.reply, episode, remote=prefiller is not None)
+        session = f"{episode.task.trajectory}/{turn.rewritten}" if turn.rewritten else episode.task.trajectory
+        work = Work(session, start, turn.context + turn.reply, episode, remote=prefiller is not None)
         episode.work, episode.worker = work, worker
         episode.last_worker = worker.name
         episode.min_version = min(episode.min_version, worker.version)

@@ -36,7 +36,7 @@ def simulate(
     chosen = checked(Settings() if settings is None else settings, hardware.gpus)
     if not 0 < hours <= MOST_HOURS:
         raise ConfigError(f"hours = {hours:g}: give more than 0, at most {MOST_HOURS:g}")
-    episodes = Episodes(workload, chosen.max_context_tokens)
+    episodes = Episodes(workload, chosen.max_context_tokens, chosen.prefix_reuse)
     profile = cold_start(chosen, episodes, hardware)
     simulation = Simulation(trace, episodes, profile, hardware, policy, chosen, seconds=hours * 3600, seed=seed)
     simulation.finish()

@@ -31,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group_size: Count = 16
     staleness: Some = 1
     max_context_tokens: Count = 32768
+    prefix_reuse: Share = 1.0  # of the turns; before the others the history is rendered anew
     train_s: Seconds = 0.0  # of a train step; 0: as the hardware description says for this batch on these GPUs
     notice_s: Seconds = 30.0
     no_notice_share: Share = 0.0

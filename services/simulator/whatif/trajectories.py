@@ -20,6 +20,7 @@ class Turn(NamedTuple):
     new: int
     reply: int
     env_s: float
+    rewritten: int = 0  # times the history was rewritten before it: no KV cache from before the last one is of use
 
 
 class Plan(NamedTuple):
@@ -38,8 +39,11 @@ class Plan(NamedTuple):
 class Episodes:
     """The plans of a workload, cut at `max_context_tokens`."""
 
-    def __init__(self, workload: Workload, max_context_tokens: int) -> None:
-        self.plans = [plan_of(each, workload.delay_share, max_context_tokens) for each in workload.trajectories]
+    def __init__(self, workload: Workload, max_context_tokens: int, prefix_reuse: float = 1.0) -> None:
+        self.plans = [
+            rewritten(plan_of(each, workload.delay_share, max_context_tokens), each.name, prefix_reuse)
+            for each in workload.trajectories
+        ]
 
     def of(self, task: RolloutTask) -> Plan:
         """The trajectory that a task plays."""
@@ -66,3 +70,19 @@ def plan_of(trajectory: Trajectory, delay_share: float, limit: int) -> Plan:
         turns.append(Turn(limit - 1, limit - 1, 1, 0.0))
     truncated = len(turns) < len(trajectory.turns) or turns[-1].context + turns[-1].reply >= limit
     return Plan(tuple(turns), 0.0 if truncated else trajectory.reward, truncated)
+
+
+def rewritten(plan: Plan, name: str, prefix_reuse: float) -> Plan:
+    """The plan where, before a share of the turns, the whole history is rendered anew, so that no prefix is reused.
+
+    Which turns follows from the trajectory's name: the same for every policy and seed.
+    """
+    if prefix_reuse >= 1:
+        return plan
+    turns: list[Turn] = []
+    times = 0
+    for index, turn in enumerate(plan.turns):
+        digest = hashlib.blake2b(f"{name}/{index}".encode(), digest_size=8).digest()
+        times += index > 0 and int.from_bytes(digest, "big") / 2**64 >= prefix_reuse
+        turns.append(turn._replace(rewritten=times))
+    return plan._replace(turns=tuple(turns))
