@@ -20,7 +20,7 @@ BATCHES: Final = (32, 64, 96, 128)
 LENGTHS: Final = (8192, 16384, 24576, 32768)
 POLICIES: Final = ("rlboost", "pearl-paper", "pearl")
 TRAIN_BATCH: Final = 64
-"""The batch of the training time that the settings give; a train step takes as much longer as its batch is larger."""
+"""The paper's batch where the length varies."""
 Point = tuple[int, int]
 """(batch, maximum length)"""
 
@@ -30,7 +30,6 @@ def figure(run: Runner, options: Options) -> Figure:
     points: list[Point] = [(batch, LENGTHS[-1]) for batch in BATCHES] + [
         (TRAIN_BATCH, length) for length in LENGTHS[:-1]
     ]
-    base = Settings(reserved_gpus=GPUS, most_preemptible_gpus=0)
     tasks = {
         (point, policy, seed): Run(
             hardware=SMALL,
@@ -40,7 +39,6 @@ def figure(run: Runner, options: Options) -> Figure:
                 most_preemptible_gpus=0,
                 batch_trajectories=point[0],
                 max_context_tokens=point[1],
-                train_s=base.train_s * point[0] / TRAIN_BATCH,
             ),
             hours=options.fixed_hours,
             seed=seed,

@@ -13,8 +13,10 @@ from services.simulator.whatif.report.svg import Drawing
 STEP: Final = 0.2
 """By how much each constant is changed, as a share of it."""
 
-Judge = Callable[[str, float], tuple[float, str]]
-"""(constant, factor) -> (ratio of the policy to the reference, name of the best policy). The constant "" is none: the base."""
+Change = tuple[str, float]
+"""A constant and the factor by which it is multiplied; ("", 1) is the run as it is."""
+Judge = Callable[[Sequence[Change]], Sequence[tuple[float, str]]]
+"""Of each change: the ratio of the policy to the reference, and the name of the best policy."""
 
 
 class Changed(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,25 +96,19 @@ class Sensitivity(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run(
-    judge: Judge,
-    constants: Sequence[tuple[str, str]],
-    policy: str,
-    reference: str,
-    progress: Callable[[int, int, str], None] = lambda done, of, name: None,
-    step: float = STEP,
+    judge: Judge, constants: Sequence[tuple[str, str]], policy: str, reference: str, step: float = STEP
 ) -> Sensitivity:
-    """Judge the base, then each (constant, source) lower and higher; `progress(done, of, name)` before each."""
-    whole = 1 + 2 * len(constants)
-    progress(0, whole, "as it is")
-    base, best = judge("", 1.0)
-    rows: list[Changed] = []
-    for index, (constant, source) in enumerate(constants):
-        progress(1 + 2 * index, whole, constant)
-        low, best_low = judge(constant, 1 - step)
-        progress(2 + 2 * index, whole, constant)
-        high, best_high = judge(constant, 1 + step)
-        rows.append(
-            Changed(constant=constant, source=source, low=low, high=high, best_low=best_low, best_high=best_high)
+    """Judge the run as it is, and each (constant, source) alone lower and higher."""
+    changes: list[Change] = [("", 1.0)]
+    for constant, _ in constants:
+        changes += [(constant, 1 - step), (constant, 1 + step)]
+    found = judge(changes)
+    assert len(found) == len(changes)
+    rows = tuple(
+        Changed(constant=constant, source=source, low=low, high=high, best_low=best_low, best_high=best_high)
+        for (constant, source), (low, best_low), (high, best_high) in zip(
+            constants, found[1::2], found[2::2], strict=True
         )
-    progress(whole, whole, "")
-    return Sensitivity(policy=policy, reference=reference, base=base, best=best, rows=tuple(rows), step=step)
+    )
+    base, best = found[0]
+    return Sensitivity(policy=policy, reference=reference, base=base, best=best, rows=rows, step=step)
