@@ -24,3 +24,5 @@ document.querySelectorAll("table[data-sort]").forEach((table) => {
     });
   });
 });
+/* On paper nothing can be opened. */
+addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((each) => (each.open = true)));

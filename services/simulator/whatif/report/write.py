@@ -192,6 +192,11 @@ def verdict(summaries: Sequence[PolicySummary], reference: str) -> list[str]:
         lines.append(
             f"That is {best.of_oracle.mean:.0%} of what a clairvoyant choice at no switching cost would reach."
         )
+    if 0 < best.wait_share < 1:
+        lines.append(
+            f"What bounds it: of {best.name}'s train steps, training waits {best.wait_share:.0%} of the time for its batch. The rest is "
+            f"training itself, which no rollout shortens: at most {1 / (1 - best.wait_share):.2f}x its throughput is left to gain."
+        )
     lines += [f"{each.name} lost {each.lost} trajectories." for each in summaries if each.lost]
     lines += [
         f"{each.name} returned borrowed GPUs late {each.late_returns} times." for each in summaries if each.late_returns
