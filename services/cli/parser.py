@@ -79,6 +79,9 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument("--target", required=True, help="JSON file")
     _json(plan)
 
+    simulate = command("simulate", "simulate", "the production code on a virtual clock")
+    _simulations(simulate)
+
     bench = command("bench", "bench", "benchmarks on this machine")
     bench.add_argument(
         "name",
@@ -101,48 +104,6 @@ def build_parser() -> argparse.ArgumentParser:
     )
     bench.add_argument("--data-dir", default=".pearl", help="where the runs leave their files (default: .pearl)")
 
-    simulate = commands.add_parser("simulate", help="what-if and fault simulation", description="Simulated time only.")
-    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
-
-    def simulation(name: str, module: str, text: str) -> argparse.ArgumentParser:
-        sub = simulations.add_parser(name, help=text, description=text)
-        sub.set_defaults(module=module)
-        return sub
-
-    record = simulation("record", "simulate_record", "write a workload file out of a job's journal, live or afterwards")
-    _where(record)
-    record.add_argument("--out", required=True, metavar="FILE.csv", help="the workload file to write")
-    record.add_argument("--trajectories", type=_positive, default=500, help="stop after so many (default: 500)")
-    record.add_argument("--once", action="store_true", help="take what is there now, and do not wait for more")
-    _json(record)
-
-    report = simulation("report", "simulate_report", "plots and a page from the JSON of `pearl simulate run`")
-    report.add_argument(
-        "result", metavar="RESULT.json", help="what `simulate run --json` printed, or a report's result.json"
-    )
-    report.add_argument(
-        "--report", metavar="DIR", default=None, help="leave the plots, the JSON and one page (index.html) there"
-    )
-    report.add_argument(
-        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
-    )
-    prices(report)
-    _json(report)
-
-    paper = simulation(
-        "paper", "simulate_paper", "the paper's figures and tables, simulated, beside the paper's numbers"
-    )
-    paper.add_argument(
-        "--report", metavar="DIR", default=None, help="leave the plots, the JSON and one page (index.html) there"
-    )
-    paper.add_argument(
-        "--only", metavar="NAMES", default="", help="comma-separated, e.g. figure5,table3 (default: everything)"
-    )
-    paper.add_argument("--seeds", type=_positive, default=1, help="seeds of each simulated run (default: 1)")
-    paper.add_argument("--hours", type=_hours, default=2.0, help="of each segment (default: the paper's 2)")
-    paper.add_argument("--processes", type=_positive, default=None, help="at a time (default: one a core)")
-    _json(paper)
-
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)
     _json(check)
@@ -158,8 +119,55 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def prices(parser: argparse.ArgumentParser) -> None:
-    """Options of every simulation that tells costs."""
+def _simulations(simulate: argparse.ArgumentParser) -> None:
+    """The sub-commands of `pearl simulate`; `services.cli.simulate` has what runs them."""
+    from services.cli import simulate_output, simulate_run
+
+    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
+
+    def simulation(name: str, text: str) -> argparse.ArgumentParser:
+        return simulations.add_parser(name, help=text, description=text)
+
+    run = simulation("run", "policies side by side on a trace, a workload and a hardware description")
+    simulate_run.add_options(run)
+    simulate_output.add_options(run)
+    _prices(run)
+    _json(run)
+
+    record = simulation("record", "write a workload file out of a job's journal, live or afterwards")
+    _where(record)
+    record.add_argument("--out", required=True, metavar="FILE.csv", help="the workload file to write")
+    record.add_argument("--trajectories", type=_positive, default=500, help="stop after so many (default: 500)")
+    record.add_argument("--once", action="store_true", help="take what is there now, and do not wait for more")
+    _json(record)
+
+    report = simulation("report", "a run's table, plots and page again, without simulating")
+    report.add_argument(
+        "result", metavar="RESULT.json", help="what `simulate run --out` kept, or a report's result.json"
+    )
+    report.add_argument(
+        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
+    )
+    report.add_argument(
+        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
+    )
+    _prices(report)
+    _json(report)
+
+    paper = simulation("paper", "the paper's figures and tables, simulated, beside the paper's numbers")
+    paper.add_argument(
+        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
+    )
+    paper.add_argument(
+        "--only", metavar="NAMES", default="", help="comma-separated, e.g. figure5,table3 (default: everything)"
+    )
+    paper.add_argument("--seeds", type=_positive, default=1, help="seeds of each simulated run (default: 1)")
+    paper.add_argument("--hours", type=_hours, default=2.0, help="of each segment (default: the paper's 2)")
+    paper.add_argument("--processes", type=_positive, default=None, help="at a time (default: one a core)")
+    _json(paper)
+
+
+def _prices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--spot-price", type=_price, default=None, metavar="X", help="of a preemptible GPU-hour, in any currency"
     )

@@ -235,9 +235,7 @@ class ToggleManagerCore:
             return msgspec.structs.replace(state, return_since_ms=0, returned_s=took_s, costs=costs)
         return state
 
-    def _returned(
-        self, state: ToggleState, old: RoleTable | None, table: RoleTable
-    ) -> tuple[ToggleState, Effects]:
+    def _returned(self, state: ToggleState, old: RoleTable | None, table: RoleTable) -> tuple[ToggleState, Effects]:
         """Training has its GPUs: say when it had asked for them by, where they were lent."""
         batch = table.training_batch
         if batch is None or batch <= state.returned_batch:

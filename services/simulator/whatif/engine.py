@@ -121,6 +121,9 @@ class FastEngine:
     def running(self) -> int:
         return len(self._running)
 
+    def __contains__(self, work: Work) -> bool:
+        return work.engine is self
+
     def works(self) -> list[Work]:
         """All requests here."""
         return [*self._running, *self._waiting]

@@ -20,7 +20,8 @@ from messages.runtime_tracker import RequestFinished, WorkerHeartbeat
 from pearl_state.model import RoleTable
 from services.router.config import Config as RouterConfig
 from services.router.core import RouterCore, Seat
-from services.simulator.whatif.engine import FastEngine, Work
+from services.simulator.whatif.engine import Work
+from services.simulator.whatif.processes import Worker
 from services.simulator.whatif.trajectories import Episodes, Plan
 from services.timing.hardware import Hardware
 
@@ -32,19 +33,6 @@ AGAIN_S = 0.02
 """An interrupted request asks again after so long."""
 
 
-class Engines(Protocol):
-    """A worker as this module sees it."""
-
-    name: WorkerId
-    incarnation: int
-    engine: FastEngine
-    version: int
-    link_free_s: float
-    beat_s: float
-
-    def admits(self, generation: int) -> bool: ...
-
-
 class Host(Protocol):
     """What the simulation offers."""
 
@@ -54,9 +42,9 @@ class Host(Protocol):
 
     def now_ms(self) -> int: ...
 
-    def worker(self, name: str) -> Engines | None: ...
+    def worker(self, name: str) -> Worker | None: ...
 
-    def due(self, worker: Engines) -> None: ...
+    def due(self, worker: Worker) -> None: ...
 
     def publish(self, message: Message) -> None: ...
 
@@ -96,7 +84,7 @@ class Episode:
         self.max_version = -1
         self.last_worker = ""
         self.work: Work | None = None
-        self.worker: Engines | None = None
+        self.worker: Worker | None = None
         self.handover: Handover | None = None
 
 
@@ -105,7 +93,7 @@ class Handover:
 
     __slots__ = ("began_s", "decoder", "episode", "prefiller", "work")
 
-    def __init__(self, episode: Episode, prefiller: Engines, decoder: Engines) -> None:
+    def __init__(self, episode: Episode, prefiller: Worker, decoder: Worker) -> None:
         self.episode = episode
         self.prefiller = prefiller
         self.decoder = decoder
@@ -138,7 +126,7 @@ class Rollout:
         self.tokens_of: dict[int, tuple[int, int]] = {}  # batch -> (generated, trained)
         self._held: deque[Episode] = deque()
         self._timer = False
-        self._dirty: dict[WorkerId, Engines] = {}
+        self._dirty: dict[WorkerId, Worker] = {}
 
     # ---- what is asked ----
 
@@ -153,16 +141,16 @@ class Rollout:
             worker.beat_s = -1.0
         self._again()
 
-    def break_off(self, worker: Engines) -> None:
+    def break_off(self, worker: Worker) -> None:
         """All that runs on a worker ends with what it has, and asks again."""
         self._drop(worker, worker.engine.works())
 
-    def break_handovers(self, worker: Engines) -> None:
+    def break_handovers(self, worker: Worker) -> None:
         """Contexts on their way to or from it: KV of two versions does not mix."""
         works = worker.engine.works()
         self._drop(worker, [work for work in works if work.remote or isinstance(work.of, Handover)])
 
-    def _drop(self, worker: Engines, works: list[Work]) -> None:
+    def _drop(self, worker: Worker, works: list[Work]) -> None:
         for work in works:
             of = work.of
             if isinstance(of, Handover):
@@ -197,10 +185,11 @@ class Rollout:
         if handover is None:
             return
         episode.handover = None
-        if handover.work is not None and handover.work.engine is not None:
-            handover.prefiller.engine.advance(self.host.now_s)
-            if handover.work.engine is not None:
-                handover.prefiller.engine.end(handover.work)
+        work, engine = handover.work, handover.prefiller.engine
+        if work is not None and work in engine:
+            engine.advance(self.host.now_s)
+            if work in engine:
+                engine.end(work)
             self.host.due(handover.prefiller)
         handover.work = None
 
@@ -228,7 +217,7 @@ class Rollout:
             running = engine.running
             beat = WorkerHeartbeat(
                 worker=worker.name,
-                incarnation=worker.incarnation,  # type: ignore[arg-type]
+                incarnation=worker.incarnation,
                 running=running,
                 queued=engine.requests - running,
                 version=worker.version,
@@ -291,7 +280,7 @@ class Rollout:
         self._run(worker, work)
         return True
 
-    def _run(self, worker: Engines, work: Work) -> None:
+    def _run(self, worker: Worker, work: Work) -> None:
         now_s = self.host.now_s
         engine = worker.engine
         engine.advance(now_s)
@@ -302,7 +291,7 @@ class Rollout:
 
     # ---- what engines did ----
 
-    def take(self, worker: Engines) -> None:
+    def take(self, worker: Worker) -> None:
         """What has happened in a worker's engine."""
         engine = worker.engine
         while engine.ended or engine.reserved or engine.dropped:
@@ -317,7 +306,7 @@ class Rollout:
                 if handover is not None:
                     work.of.handover = Handover(work.of, handover.prefiller, worker)
             for work in reserved:
-                if work.engine is engine and work.remote:
+                if work in engine and work.remote:
                     self._reserved(work)
             for at_s, work in ended:
                 if isinstance(work.of, Handover):
@@ -364,13 +353,13 @@ class Rollout:
         decoder = handover.decoder
         engine = decoder.engine
         engine.advance(self.host.now_s)
-        if work.engine is engine and work.remote:
+        if work in engine and work.remote:
             if engine.arrived(work):
                 self._turn_ended(self.host.now_s, episode, work, decoder)
             engine.advance(self.host.now_s)
         self.host.due(decoder)
 
-    def _turn_ended(self, at_s: float, episode: Episode, work: Work, worker: Engines) -> None:
+    def _turn_ended(self, at_s: float, episode: Episode, work: Work, worker: Worker) -> None:
         if episode.work is not work:
             return
         self._cancel(episode)

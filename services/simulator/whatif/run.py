@@ -6,13 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from statistics import fmean
 
+import msgspec
+
 from messages.monitor import DecisionRecord
 from services.environments.workload import Workload
 from services.jobfile import ConfigError
 from services.preemption_feed.traces import Trace
 from services.simulator.whatif.jobs import cold_start
+from services.simulator.whatif.oracle import Measure, oracle_policy, tables, worker_counts
 from services.simulator.whatif.policies import Policy
-from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result, Step
+from services.simulator.whatif.result import Budget, Decided, Oracle, PolicyResult, Result, Step
 from services.simulator.whatif.settings import SOURCES, Settings, checked
 from services.simulator.whatif.simulation import Simulation
 from services.simulator.whatif.trajectories import Episodes
@@ -52,15 +55,19 @@ def compare(
     hours: float = 2.0,
     seed: int = 0,
     settings: Settings | None = None,
+    oracle: bool = False,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Result:
-    """Several policies on the same of everything. `progress` is told each policy's name before it runs."""
+    """Several policies on the same of everything. `progress` is told what runs; `oracle`: what could be reached, too."""
     began_s = time.perf_counter()
     chosen = Settings() if settings is None else settings
     found: dict[str, PolicyResult] = {}
     for policy in policies:
         progress(policy.name)
         found[policy.name] = simulate(trace, workload, hardware, policy, hours=hours, seed=seed, settings=chosen)
+    oracles: tuple[Oracle, ...] = ()
+    if oracle:
+        oracles = reachable(trace, workload, hardware, hours=hours, seed=seed, settings=chosen, progress=progress)
     return Result(
         trace=trace.name,
         workload=workload.name,
@@ -70,8 +77,33 @@ def compare(
         settings=described(chosen),
         budget=budget_of(trace, chosen, hours * 3600),
         policies=found,
+        oracle=oracles[0] if oracles else Oracle(throughput_tokens_per_s=0.0),
+        oracles=oracles,
         wall_s=time.perf_counter() - began_s,
     )
+
+
+def reachable(
+    trace: Trace,
+    workload: Workload,
+    hardware: Hardware,
+    *,
+    hours: float,
+    seed: int,
+    settings: Settings,
+    measure: Measure | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[Oracle, ...]:
+    """The overlapped and the batch-synchronous oracle (see `oracle`). A `measure` may be used again for other traces."""
+    measure = measure or Measure(workload, hardware, settings, seed=0)
+    counts = worker_counts(trace, settings, hardware.gpus, hours * 3600)
+    found: list[Oracle] = []
+    for name, early in (("overlapped", True), ("batch-synchronous", False)):
+        policy = oracle_policy(tables(measure, counts, early_start=early, progress=progress), early_start=early)
+        own = msgspec.structs.replace(settings, early_start=None, spans=False)
+        result = simulate(trace, workload, hardware, policy, hours=hours, seed=seed, settings=own)
+        found.append(Oracle(throughput_tokens_per_s=result.throughput_tokens_per_s, name=name))
+    return tuple(found)
 
 
 def described(settings: Settings) -> dict[str, float | int | str]:

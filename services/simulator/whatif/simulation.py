@@ -44,7 +44,7 @@ from services.simulator.whatif.engine import NEVER, Costs
 from services.simulator.whatif.jobs import decision_config, job_of, tracker_config
 from services.simulator.whatif.policies import Policy
 from services.simulator.whatif.processes import Trainer, Worker
-from services.simulator.whatif.rollout import Engines, Rollout
+from services.simulator.whatif.rollout import Rollout
 from services.simulator.whatif.settings import Settings
 from services.simulator.whatif.trajectories import Episodes
 from services.simulator.whatif.uses import Uses
@@ -132,7 +132,7 @@ class Simulation:
         self.toggle = ToggleManagerCore(ToggleConfig.of(self.job))
         self.pipeline = PipelineSchedulerCore(PipelineConfig.of(self.job))
         self.tracker = RuntimeTrackerCore(tracker_config(self.job, profile))
-        watching = [self.rebuilder, self.decisions, self.pipeline]
+        watching: list[Core] = [self.rebuilder, self.decisions, self.pipeline]
         if settings.training_gpus:
             watching.insert(1, self.toggle)
         self._watching: list[Core] = watching
@@ -154,9 +154,8 @@ class Simulation:
         self._numbers += 1
         heapq.heappush(self._heap, (at_s, self._numbers, action, None, 0))
 
-    def due(self, worker: Worker | Engines) -> None:
+    def due(self, worker: Worker) -> None:
         """The worker's engine is to be looked at when it says so."""
-        assert isinstance(worker, Worker)
         worker.stamp += 1
         next_s = worker.engine.next_s
         if worker.engine.ended or worker.engine.reserved or worker.engine.dropped:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from services.decision_engine.config import Config as DecisionConfig
 from services.decision_engine.core import DecisionEngineCore
 from services.preemption_feed.traces import Trace
+from services.runtime.core import Core
 from services.simulator.whatif.settings import Settings
 from services.timing.hardware import Hardware
 
@@ -40,7 +43,7 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
             return hardware
         return msgspec.structs.replace(hardware, prepare_s=hardware.activate_s)
 
-    def engine(self, config: DecisionConfig) -> DecisionEngineCore:
+    def engine(self, config: DecisionConfig) -> Core[Any]:
         """The decision engine, as it is in production but for what the policy says."""
         return DecisionEngineCore(config) if self.gated else UngatedDecisions(config)
 

@@ -93,6 +93,27 @@ def summarise(results: Sequence[Result], reference: str) -> list[PolicySummary]:
     return [_summary(name, results, reference) for name in results[0].policies]
 
 
+def intervals(results: Sequence[Result], reference: str = "") -> dict[str, object]:
+    """Of each policy, as plain data: throughput, its ratio to the reference, and its share of the oracle, with 95 % intervals."""
+
+    def plain(each: Interval | None) -> dict[str, float] | None:
+        return None if each is None else {"mean": each.mean, "low": each.low, "high": each.high}
+
+    chosen = reference_of(results[0], reference)
+    policies = {
+        each.name: {
+            "throughput_tokens_per_s": plain(each.throughput),
+            "ratio": plain(each.ratio),
+            "of_oracle": plain(each.of_oracle),
+            "cost_per_million_tokens": plain(each.cost),
+            "staleness_max": each.staleness_max,
+            "reward_mean": each.reward,
+        }
+        for each in summarise(results, chosen)
+    }
+    return {"reference": chosen, "seeds": [each.seed for each in results], "policies": policies}
+
+
 def reference_of(result: Result, wanted: str = "") -> str:
     """The policy that others are compared with: `wanted`, else "roll", else the first."""
     for name in (wanted, "roll"):
