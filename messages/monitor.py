@@ -79,6 +79,16 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     return_s: float = 0.0  # the part of it that is the return
     dedicated: Candidate | None = None  # chosen for the dedicated workers alone: T_ded of eq. 7
     full: Candidate | None = None  # chosen for all: T_full; None where it was not asked for
+    # What the policy "planner" predicts from, beside `profile`; empty: the closed forms decided (docs/decisions.md).
+    sample: tuple[tuple[int, ...], ...] = ()  # as in workload.profile/1
+    observed: tuple[Observed, ...] = ()
+    measured_on: tuple[int, int, int] | None = None  # (prefill, decode, colocated) that served while `dL` was measured
+    limits: dict[str, float] = {}  # of a worker's engine, and of how much is replayed
+    stakes: dict[str, float] = {}  # what a change costs and how long it is likely to pay
+    quick: bool = False  # a shrink that could not wait for a replay: ranked by the queueing network alone
+    may_probe: bool = False  # some mode was never measured, and no trial was spent yet
+    holding: tuple[int, int, int] | None = None  # (prefill, decode, colocated) of the trial that runs
+    probe: bool = False  # what was chosen is a trial of a mode that was never measured
 
 
 # toggle_manager -> monitor. Durable (EV). Key: batch.

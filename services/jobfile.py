@@ -160,16 +160,19 @@ class FeedSection(_Section, frozen=True, kw_only=True):
 
 
 class DecisionSection(_Section, frozen=True, kw_only=True):
-    policy: str = (
-        "planner"  # or a fixed one to compare with: "colocated", or "static-pd:P:D", a ratio for any number of workers
-    )
-    ratio_threshold: Fraction = 0.03  # a ratio change must win by this share of the makespan
-    mode_threshold: Fraction = 0.08  # a mode switch must win by this share
+    # "planner": replays recorded trajectories, learns from what batches took, and weighs what a change costs (docs/decisions.md).
+    # To compare with: "paper", the closed forms of the paper; "colocated"; or "static-pd:P:D", a ratio for any number of workers.
+    policy: str = "planner"
+    ratio_threshold: Fraction = 0.03  # by the closed forms, a ratio change must win by this share of the makespan
+    mode_threshold: Fraction = 0.08  # and a mode switch by this share
     growth_threshold: Fraction = 0.0  # growing must win by this share
     rho_max: Fraction = 0.95  # utilisation of prefill workers above which queues would delay decode
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
+    probe_share: Fraction = 0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
+    replay_turns: PositiveInt = 6000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
+    switch_guess_s: NonNegativeFloat = 10.0  # "planner": a worker's change of role, until it was measured
     toggle_guess_s: NonNegativeFloat = (
         10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
     )
@@ -234,12 +237,12 @@ def rollout_slots(job: JobFile) -> tuple[Slot, ...]:
 
 
 def parse_policy(text: str) -> tuple[int, int] | None:
-    """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner". Raises ValueError."""
-    if text in ("planner", "colocated"):
-        return None if text == "planner" else (0, 0)
+    """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner" and "paper". Raises ValueError."""
+    if text in ("planner", "paper", "colocated"):
+        return (0, 0) if text == "colocated" else None
     match = _STATIC_PD.fullmatch(text)
     if match is None:
-        raise ValueError(f'{text!r}: use "planner", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
+        raise ValueError(f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
     return int(match[1]), int(match[2])
 
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from messages.monitor import Candidate
 from services.decision_engine.choose import Policy, choose, mode_of
 from services.profile import ProfileError, parse_profile
 
+SHOWN = ("prefill", "decode", "colocated", "makespan_s", "feasible", "reason")
 MOST_WORKERS = 5000
 """The stated limit of workers in a job (DESIGN 3)."""
 
@@ -47,4 +46,4 @@ def decide(
 
 
 def _candidate(candidate: Candidate) -> dict[str, Any]:  # Any: a JSON object
-    return {field: getattr(candidate, field) for field in msgspec.structs.asdict(candidate)}
+    return {field: getattr(candidate, field) for field in SHOWN}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from messages.ids import WorkerId
+from messages.ids import WorkerId, Zone
 from services.decision_engine.choose import Policy
+from services.decision_engine.predict import Limits
 from services.jobfile import ConfigError, JobFile, parse_policy, rollout_slots
 from services.profile import cold_start
 
@@ -14,6 +15,17 @@ TOGGLE_GUESS_S = 10.0
 """T_toggle of eq. 7 until one was measured: the paper's activation plus deactivation (Table 3), rounded up."""
 RETURN_SHARE = 1 / 3
 """The return's part of that guess (Table 3: 3.2 of 9.4 s, 4.4 of 10.5 s)."""
+
+
+SWITCH_GUESS_S = 10.0
+"""A worker's change of role until one was measured: paper 4.3.2, "tens of seconds" at most."""
+
+
+class Planner(msgspec.Struct, frozen=True, kw_only=True):
+    """Of the policy "planner"."""
+
+    limits: Limits = Limits()
+    probe_share: float = 0.05
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +37,10 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     train_steps: int = 1 << 31
     lending: bool = False
     toggle_guess_s: float = TOGGLE_GUESS_S
-    policy_name: str = "planner"
+    policy_name: str = "paper"
+    planner: Planner | None = None  # None: the closed forms decide
+    preemptible: frozenset[str] = frozenset()  # slots that may be taken away
+    switch_guess_s: float = SWITCH_GUESS_S
 
     @staticmethod
     def of(job: JobFile) -> Config:
@@ -49,4 +64,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             lending=section.lending,
             toggle_guess_s=section.toggle_guess_s,
             policy_name=section.policy,
+            planner=Planner(
+                limits=Limits(
+                    chunk_tokens=job.rollout.prefill_chunk_tokens,
+                    max_running=job.rollout.max_running,
+                    replay_turns=section.replay_turns,
+                ),
+                probe_share=section.probe_share,
+            )
+            if section.policy == "planner"
+            else None,
+            preemptible=frozenset(slot.worker for slot in rollout_slots(job) if slot.zone is Zone.PREEMPTIBLE),
+            switch_guess_s=section.switch_guess_s,
         )

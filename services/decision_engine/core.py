@@ -11,9 +11,14 @@ from messages.monitor import DecisionRecord, Incumbent
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable
 from pearl_state.peers import wrong_batch, wrong_budget
+from services.decision_engine.choose import counts_of
 from services.decision_engine.config import RETURN_SHARE, Config
+from services.decision_engine.correct import Counts
 from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
+from services.decision_engine.learn import Learned, Predicts
+from services.decision_engine.predict import Evidence, predicted_s
+from services.decision_engine.stakes import PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 
@@ -34,6 +39,8 @@ TRUST_A_STEP = 0.9
 """What is left of that trust with each further step: halved in seven, so that a wrong cost is tested again soon and rarely."""
 LEAST_TRUST = 0.25
 """A borrow is never believed to cost less than this share of what is known."""
+PREPARE_GUESS_S = 60.0
+"""Until one was measured: the paper's Table 3, rounded."""
 
 
 class State(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +52,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     progress: BatchProgress | None = None
     target: TargetConfiguration | None = None
     placed: tuple[Placed, ...] | None = None  # from the role table; None: no replica seen yet
+    learned: Learned = Learned()
+    shrunk: bool = False  # the last decision was a quick one: to be made again
     borrowed_step: int = 0  # train step at the last decision to borrow
 
 
@@ -64,20 +73,26 @@ class DecisionEngineCore:
     def step(self, state: State, event: Input) -> tuple[State, Effects]:
         match event.message:
             case BudgetChanged() as budget:
-                return self.on_budget(state, budget)
+                return self.on_budget(state, budget, event.now_ms)
             case WorkloadProfile() as profile:
                 return self.on_profile(state, profile)
             case BatchProgress() as progress:
                 return self.on_progress(state, progress)
             case RoleTable() as table:
-                return self.on_table(state, table), ()
+                return self.on_table(state, table, event.now_ms), ()
             case Tick():
-                return state, ()
+                return self.on_tick(state)
             case other:
                 return state, (Refuse(f"the decision engine does not handle {type(other).__name__}"),)
 
-    def on_budget(self, state: State, budget: BudgetChanged) -> tuple[State, Effects]:
-        """A newer budget replaces the older one whole and is always answered with a target."""
+    def on_tick(self, state: State) -> tuple[State, Effects]:
+        """After a shrink that could not wait: decide again, with replays."""
+        if not state.shrunk:
+            return state, ()
+        return self._decide(msgspec.structs.replace(state, shrunk=False), answer=False)
+
+    def on_budget(self, state: State, budget: BudgetChanged, now_ms: int) -> tuple[State, Effects]:
+        """A newer budget replaces the older one whole and is always answered with a target: at once where workers leave."""
         if state.budget is not None and budget.budget_id <= state.budget.budget_id:
             return state, (
                 Note("budget.stale", f"budget {budget.budget_id} is not newer than {state.budget.budget_id}"),
@@ -96,7 +111,15 @@ class DecisionEngineCore:
             return state, (Refuse(wrong),)
         if wrong := wrong_batch(budget.training_batch or 0, self.config.train_steps):
             return state, (Refuse(f"budget {budget.budget_id}: {wrong}"),)
-        return self._decide(msgspec.structs.replace(state, budget=budget), answer=True)
+        learned = state.learned.on_budget(state.budget, budget, now_ms, self.config.preemptible)
+        ended = state.budget is not None and budget.training_batch is not None and state.budget.training_batch is None
+        if ended and self.config.planner is not None:
+            learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms)
+        shrinks = state.target is not None and not set(state.target.usable) <= set(slots)
+        new = msgspec.structs.replace(
+            state, budget=budget, learned=learned, shrunk=shrinks and self.config.planner is not None
+        )
+        return self._decide(new, answer=True)
 
     def on_profile(self, state: State, profile: WorkloadProfile) -> tuple[State, Effects]:
         """Better knowledge of the workload; a decision only where it changes the choice."""
@@ -122,8 +145,8 @@ class DecisionEngineCore:
             return state, ()
         return self._decide(msgspec.structs.replace(state, progress=progress), answer=False)
 
-    def on_table(self, state: State, table: RoleTable) -> State:
-        """Who serves in which role: tells the incumbent after a shrink. Decides nothing."""
+    def on_table(self, state: State, table: RoleTable, now_ms: int) -> State:
+        """Who serves in which role: tells the incumbent after a shrink, and what served a batch. Decides nothing."""
         placed = tuple(
             Placed(row.worker, row.role)
             for row in table.rows
@@ -131,7 +154,12 @@ class DecisionEngineCore:
             and row.activity in (Activity.ACTIVE, Activity.TRANSITIONING)
             and row.stage is not Stage.DRAINING
         )
-        return state if placed == state.placed else msgspec.structs.replace(state, placed=placed)
+        serving = [row.role for row in table.rows if row.zone is not Zone.TRAINING and row.activity is Activity.ACTIVE]
+        counts = (serving.count(Role.PREFILL), serving.count(Role.DECODE), serving.count(Role.COLOCATED))
+        learned = state.learned if self.config.planner is None else state.learned.on_serving(counts, now_ms)
+        if placed == state.placed and learned is state.learned:
+            return state
+        return msgspec.structs.replace(state, placed=placed, learned=learned)
 
     def _decide(self, state: State, answer: bool) -> tuple[State, Effects]:
         """Choose for the state's budget; emit a target and its record if `answer`, or if the choice is a new one."""
@@ -195,11 +223,25 @@ class DecisionEngineCore:
             return_s=question.return_s,
             dedicated=found.dedicated,
             full=found.full,
+            may_probe=question.may_probe,
+            holding=question.holding,
+            probe=found.probe,
         )
+        if question.evidence is not None:
+            record = msgspec.structs.replace(
+                record,
+                sample=question.evidence.sample,
+                observed=question.evidence.observed,
+                measured_on=question.evidence.measured_on,
+                limits={**question.evidence.limits.numbers(), "probe_share": question.probe_share},
+                stakes=question.stakes.numbers(),
+                quick=question.evidence.quick,
+            )
         new = msgspec.structs.replace(
             state,
             decisions=state.decisions + 1,
             target=target,
+            learned=state.learned.on_trial(counts_of(chosen) if found.probe else None),
             borrowed_step=profile.train_step if borrow else state.borrowed_step,
         )
         note = Note("decision", f"{decision_id}: {describe(target)} on {len(usable)} workers ({reason})")
@@ -220,6 +262,51 @@ class DecisionEngineCore:
             remaining=profile.B if state.progress is None else state.progress.remaining,
             toggle_s=toggle_s,
             return_s=return_s,
+            evidence=self._evidence(state, profile),
+            stakes=self._stakes(state, profile, len(budget.dedicated) + len(budget.overlap)),
+            may_probe=state.learned.may_probe and not self.config.policy.impossible,
+            probe_share=0.0 if self.config.planner is None else self.config.planner.probe_share,
+            holding=state.learned.holding,
+        )
+
+    def _evidence(self, state: State, profile: WorkloadProfile) -> Evidence | None:
+        if self.config.planner is None:
+            return None
+        return Evidence(
+            sample=profile.sample,
+            observed=state.learned.observed,
+            limits=self.config.planner.limits,
+            measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
+            quick=state.shrunk,
+        )
+
+    def _predictor(self, state: State) -> Predicts:
+        """Uncorrected makespans by the newest profile; 0 where nothing can be replayed yet."""
+        profile = state.profile or self.config.cold_start
+        evidence = self._evidence(state, profile)
+
+        def predict_s(counts: Counts) -> float:
+            usable = evidence is not None and evidence.usable and (counts[2] > 0 or min(counts[0], counts[1]) > 0)
+            return predicted_s(profile, counts, evidence) if usable and evidence is not None else 0.0
+
+        return predict_s
+
+    def _stakes(self, state: State, profile: WorkloadProfile, workers: int) -> Stakes:
+        """What a change costs by what was measured, and how long it is likely to pay."""
+        learned, costs = state.learned, profile.costs
+        steps_left = max(1, self.config.train_steps - profile.train_step - 1)
+        horizon_s = learned.budgets.mean_s(PRIOR_LIFE_S)
+        if learned.period_s > 0:
+            horizon_s = min(horizon_s, steps_left * learned.period_s)
+        tokens = profile.kv_bytes_per_trajectory / max(profile.kv_bytes_per_token, 1e-9)
+        switch_s = costs.get("set_role", self.config.switch_guess_s)
+        return Stakes(
+            horizon_s=horizon_s,
+            role_s=switch_s + costs.get("drain", 0.0),
+            again_s=profile.B * tokens / 2 * profile.t_prefill_s / max(1, workers),
+            worker_life_s=learned.workers.mean_s(PRIOR_WORKER_LIFE_S),
+            prepare_s=costs.get("prepare", PREPARE_GUESS_S),
+            pause_s=costs.get("finalize", 0.0) / 2,
         )
 
     def _toggle_s(self, profile: WorkloadProfile, steps: int) -> tuple[float, float]:
@@ -238,6 +325,13 @@ class DecisionEngineCore:
 def _wrong_costs(profile: WorkloadProfile) -> str:
     wrong = next((name for name, cost in sorted(profile.costs.items()) if not 0 <= cost < MOST_SECONDS), None)
     return "" if wrong is None else f"{brief(wrong, 40)} costs {profile.costs[wrong]} s"
+
+
+def _serving(counts: Counts | None) -> Counts | None:
+    """A configuration that can serve: a table in transit may show half of one."""
+    if counts is None or not (counts[2] or (counts[0] and counts[1])):
+        return None
+    return (0, 0, counts[2]) if counts[2] else counts
 
 
 def describe(target: TargetConfiguration) -> str:

@@ -48,7 +48,9 @@ class Correction(msgspec.Struct, frozen=True):
     def spread(self, counts: Counts) -> float:
         """Standard deviation, as a share, of what this configuration differs from its mode's common error."""
         near = [_alike(counts, each) for each in self.seen]
-        explained = sum(a * b * c for a, row in zip(near, self.inverse, strict=True) for b, c in zip(near, row, strict=True))
+        explained = sum(
+            a * b * c for a, row in zip(near, self.inverse, strict=True) for b, c in zip(near, row, strict=True)
+        )
         return math.sqrt(max(0.0, _alike(counts, counts) - explained))
 
 

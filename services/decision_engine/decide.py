@@ -9,9 +9,24 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
+from messages.ids import Mode
 from messages.monitor import Candidate, DecisionRecord, Incumbent
-from services.decision_engine.choose import Choice, Policy, Running, choose
+from services.decision_engine import predict
+from services.decision_engine.choose import (
+    Choice,
+    ClosedForms,
+    Forecast,
+    Policy,
+    Replays,
+    Running,
+    choose,
+    counts_of,
+    mode_of,
+)
+from services.decision_engine.correct import Counts
 from services.decision_engine.makespan import borrowing_pays
+from services.decision_engine.predict import Evidence, Limits
+from services.decision_engine.stakes import Stakes
 from services.jobfile import parse_policy
 from services.profile import profile_of
 
@@ -28,6 +43,11 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     remaining: int  # R
     toggle_s: float
     return_s: float
+    evidence: Evidence | None = None  # None: the closed forms decide
+    stakes: Stakes = Stakes()
+    may_probe: bool = False
+    probe_share: float = 0.0  # of a batch, that a trial may be predicted to cost
+    holding: Counts | None = None  # the trial that runs
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +58,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
     borrow_reason: str
     dedicated: Candidate  # chosen on the dedicated workers alone
     full: Candidate | None  # chosen on all, where that was asked
+    probe: bool = False  # the choice is a trial
 
     @property
     def chosen(self) -> Candidate:
@@ -45,9 +66,45 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def answer(question: Question) -> Answer:
-    """Solve for the dedicated budget and, where GPUs can be borrowed, for the full one; then the gate (eq. 7)."""
+    """Solve for the dedicated budget and, where GPUs can be borrowed, for the full one; then the gate (eq. 7), then the trial."""
+    found = _gated(question)
     q = question
-    dedicated = choose(q.profile, q.dedicated, _running(q.running, full=False), q.policy)
+    if q.evidence is None or q.evidence.quick or q.policy.fixed is not None or found.choice.mode is Mode.PAUSED:
+        return found
+    options = found.choice.candidates
+    if q.holding is not None:
+        held = next((each for each in options if counts_of(each) == q.holding and each.feasible), None)
+        if held is None and sum(q.holding) == sum(counts_of(found.chosen)):
+            held = _forecast(q, sum(q.holding)).least([q.holding])
+        if held is not None:
+            return _trial(found, held, "the trial of a mode that was never measured goes on")
+        return found
+    if not q.may_probe or found.choice.forced:
+        return found
+    held = predict.probe(options, q.evidence.observed, q.probe_share)
+    if held is None:
+        return found
+    costs = (held.makespan_s or 0.0) / (found.chosen.makespan_s or 1.0) - 1
+    why = f"trial: {mode_of(held)} was never measured, and is predicted to cost {max(costs, 0.0):.1%} of a batch"
+    return _trial(found, held, why)
+
+
+def _trial(found: Answer, held: Candidate, reason: str) -> Answer:
+    choice = msgspec.structs.replace(found.choice, mode=mode_of(held), chosen=held, reason=reason)
+    return msgspec.structs.replace(found, choice=choice, probe=True)
+
+
+def _forecast(q: Question, workers: int) -> Forecast:
+    if q.evidence is None or not q.evidence.usable:
+        return ClosedForms(q.profile, q.policy)
+    return Replays(q.profile, q.policy, q.evidence, q.stakes)
+
+
+def _gated(q: Question) -> Answer:
+    def chosen_for(workers: int, full: bool) -> Choice:
+        return choose(q.profile, workers, _running(q.running, full=full), q.policy, _forecast(q, workers))
+
+    dedicated = chosen_for(q.dedicated, False)
 
     def settled(choice: Choice, borrow: bool, why: str, full: Choice | None) -> Answer:
         return Answer(
@@ -62,18 +119,26 @@ def answer(question: Question) -> Answer:
         return settled(dedicated, False, "lending is not enabled", None)
     if q.overlap == 0:
         return settled(dedicated, False, "no training GPU is idle", None)
-    full = choose(q.profile, q.dedicated + q.overlap, _running(q.running, full=True), q.policy)
+    full = chosen_for(q.dedicated + q.overlap, True)
     if dedicated.chosen.makespan_s is None:
         return settled(full, True, "no dedicated worker", full)
     assert full.chosen.makespan_s is not None, "some overlap slot is usable"
     remaining = min(q.remaining, q.profile.B)
-    saved = remaining / q.profile.B * (dedicated.chosen.makespan_s - full.chosen.makespan_s)
     # What is borrowed already has cost its activation: it stays as long as it wins more than the return takes, which
     # training need not wait for if it happens now. So a borrow that was barely worth it is not undone at once.
     held = q.running is not None and q.running.borrow
     cost_s = q.return_s if held else q.toggle_s
-    pays = borrowing_pays(remaining, q.profile.B, dedicated.chosen.makespan_s, full.chosen.makespan_s, cost_s)
     cost = f"returning costs {cost_s:.2f} s" if held else f"toggling costs {cost_s:.2f} s"
+    if q.evidence is None or not q.evidence.usable or q.evidence.quick:
+        saved = remaining / q.profile.B * (dedicated.chosen.makespan_s - full.chosen.makespan_s)
+        pays = borrowing_pays(remaining, q.profile.B, dedicated.chosen.makespan_s, full.chosen.makespan_s, cost_s)
+    else:
+        # The rest of the batch is replayed; activation delays the borrowed workers, so that only the return is a cost.
+        delay_s = 0.0 if held else max(0.0, q.toggle_s - q.return_s)
+        alone, together = counts_of(dedicated.chosen), counts_of(full.chosen)
+        saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
+        pays = saved > q.return_s
+        cost = f"returning costs {q.return_s:.2f} s" + ("" if held else f", activating {delay_s:.2f} s")
     why = f"{remaining}/{q.profile.B} left: saves {saved:.2f} s, {cost}"
     return settled(full if pays else dedicated, pays, why, full)
 
@@ -98,6 +163,24 @@ def question_of(record: DecisionRecord) -> Question:
         remaining=record.remaining,
         toggle_s=record.toggle_s,
         return_s=record.return_s,
+        evidence=_evidence_of(record),
+        stakes=Stakes.of(record.stakes),
+        may_probe=record.may_probe,
+        probe_share=record.limits.get("probe_share", 0.0),
+        holding=record.holding,
+    )
+
+
+def _evidence_of(record: DecisionRecord) -> Evidence | None:
+    if record.policy != "planner" or not record.limits:
+        return None
+    limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__}
+    return Evidence(
+        sample=record.sample,
+        observed=record.observed,
+        measured_on=record.measured_on,
+        limits=Limits(**limits),
+        quick=record.quick,
     )
 
 

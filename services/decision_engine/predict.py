@@ -15,8 +15,7 @@ import msgspec
 
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
-from services.decision_engine import makespan
-from services.decision_engine.correct import Correction, correction
+from services.decision_engine.correct import Correction, Counts, correction
 from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
 from services.decision_engine.predict_replay import Grow, Machine, Turns, replay
 
@@ -26,6 +25,8 @@ SHORTLIST: Final = 4
 """Configurations that are replayed, beside colocation and those that must be judged."""
 GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+LEAST_MISSED: Final = 0.1
+"""Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
 """Workers of a replay that stands for a larger cluster: enough for any ratio."""
 
@@ -35,7 +36,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_tokens: int = 512
     max_running: int = 64
-    replay_turns: int = 12_000
+    replay_turns: int = 6_000
+
+    def numbers(self) -> dict[str, float]:
+        """As a decision record keeps them."""
+        return {name: float(getattr(self, name)) for name in self.__struct_fields__}
 
 
 class Evidence(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,6 +49,8 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     sample: tuple[tuple[int, ...], ...] = ()
     observed: tuple[Observed, ...] = ()
     limits: Limits = Limits()
+    measured_on: Counts | None = None  # the configuration under which `dL` was measured; None: not known
+    quick: bool = False  # rank by the queueing network, replay nothing
 
     @property
     def usable(self) -> bool:
@@ -72,6 +79,8 @@ class _Key(msgspec.Struct, frozen=True):
     transfer_s: float
     capacity: float
     workers: int
+    computed: float  # prompt tokens a turn
+    measured_on: Counts | None
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
@@ -107,6 +116,8 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         transfer_s=per_token / profile.bandwidth_bytes_per_s,
         capacity=profile.kv_capacity_bytes_per_worker / per_token,
         workers=workers,
+        computed=profile.dL,
+        measured_on=evidence.measured_on,
     )
 
 
@@ -121,9 +132,7 @@ def _model(key: _Key) -> _Model:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
     size = max(1, key.batch // shrink)
     most = max(1, min(int(each / (size * mean_turns)), -(-len(sample) // size)))
-    draws = tuple(
-        tuple(sample[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most)
-    )
+    draws = tuple(tuple(sample[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
         kv_s=key.sequence_s / decode_context(sample),
@@ -133,7 +142,31 @@ def _model(key: _Key) -> _Model:
         chunk=key.limits.chunk_tokens,
         max_running=key.limits.max_running,
     )
+    machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+
+
+def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) -> float:
+    """The share of turns whose prefix was not found though it should have been, from the prompt tokens that were computed.
+
+    What a turn computes if every prefix is found that nothing evicted is replayed, on the configuration under which `dL` was
+    measured; what was computed beyond that, of all that could have been, is put down to rewritten histories.
+    """
+    turns = sum(len(each) for each in batch)
+    if key.measured_on is None or not turns:
+        return 0.0
+    found = replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns
+    whole = 0.0
+    for each in batch:
+        context = 0.0
+        for new, reply, _ in each:
+            context += new
+            whole += context
+            context += reply
+    whole /= turns
+    if key.computed <= found * (1 + LEAST_MISSED) or whole <= found:
+        return 0.0
+    return min(1.0, (key.computed - found) / (whole - found))
 
 
 @lru_cache(maxsize=512)
@@ -145,7 +178,7 @@ def _replayed_s(key: _Key, prefill: int, decode: int, colocated: int) -> float:
     return total / len(model.draws)
 
 
-def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> tuple[int, int, int]:
+def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> Counts:
     if shrink == 1:
         return prefill, decode, colocated
     if colocated:
@@ -166,7 +199,7 @@ def candidates(
     evidence: Evidence,
     *,
     impossible: str = "",
-    judged: Sequence[tuple[int, int, int]] = (),
+    judged: Sequence[Counts] = (),
 ) -> tuple[Candidate, ...]:
     """Every configuration of `workers` workers with its corrected prediction; `judged` ones are replayed in any case.
 
@@ -179,11 +212,11 @@ def candidates(
     model = _model(key)
     learned = correction(evidence.observed)
 
-    def queueing(counts: tuple[int, int, int]) -> float:
+    def queueing(counts: Counts) -> float:
         return makespan_s(model.phases, model.machine, *counts)
 
     alone = (0, 0, workers)
-    options: dict[tuple[int, int, int], float] = {alone: queueing(alone)}
+    options: dict[Counts, float] = {alone: queueing(alone)}
     if not impossible:
         for prefill in _ranks(workers):
             options[prefill, workers - prefill, 0] = queueing((prefill, workers - prefill, 0))
@@ -197,6 +230,11 @@ def candidates(
             options.setdefault(counts, queueing(counts))
     split = [counts for counts in options if counts[0]]
     ranked = sorted(split, key=lambda counts: options[counts] * learned.factor(counts))
+    if evidence.quick:
+        return (
+            *(_candidate(counts, options[counts], "queueing", learned) for counts in (alone, *sorted(split))),
+            *_impossible(workers, impossible),
+        )
     shortlist = {alone, *ranked[:SHORTLIST], *(counts for counts in judged if counts in options)}
     replayed = {counts: _replayed_s(key, *counts) for counts in sorted(shortlist)}
     # What the queueing model misses is much the same for neighbours: it is learned from those that were replayed.
@@ -210,12 +248,53 @@ def candidates(
             found.append(_candidate(counts, replayed[counts], "replay", learned))
         else:
             found.append(_candidate(counts, options[counts] * missed[True], "queueing", learned))
-    if impossible:
-        found += [Candidate(p, workers - p, 0, None, False, impossible) for p in range(1, workers)]
-    return tuple(found)
+    return (*found, *_impossible(workers, impossible))
 
 
-def _candidate(counts: tuple[int, int, int], base_s: float, method: str, learned: Correction) -> Candidate:
+def _impossible(workers: int, why: str) -> tuple[Candidate, ...]:
+    return tuple(Candidate(p, workers - p, 0, None, False, why) for p in range(1, workers)) if why else ()
+
+
+def least(profile: WorkloadProfile, choices: Sequence[Counts], evidence: Evidence) -> Candidate | None:
+    """The best of these configurations of equally many workers by the queueing network, replayed. None: there is none."""
+    if not choices:
+        return None
+    key = _key(profile, evidence, sum(choices[0]))
+    model = _model(key)
+    learned = correction(evidence.observed)
+    ranked = {counts: makespan_s(model.phases, model.machine, *counts) * learned.factor(counts) for counts in choices}
+    counts = min(choices, key=lambda each: (ranked[each], each))
+    if evidence.quick:
+        return _candidate(counts, ranked[counts] / learned.factor(counts), "queueing", learned)
+    return _candidate(counts, _replayed_s(key, *counts), "replay", learned)
+
+
+def saved_s(
+    profile: WorkloadProfile, alone: Counts, together: Counts, remaining: int, delay_s: float, evidence: Evidence
+) -> float:
+    """Seconds by which the rest of a batch ends earlier if the workers of `together` beyond `alone` come `delay_s` from now.
+
+    The batch is replayed on `alone` until `remaining` of its trajectories are left, and from there with and without them: the last
+    ones are the longest, and gain less from more workers than their share of the batch. Corrected like `alone`'s makespan.
+    """
+    key = _key(profile, evidence, sum(alone))
+    model = _model(key)
+    more = [max(0, b - a) for a, b in zip(alone, together, strict=True)]
+    if alone[2] == 0 and together[2]:
+        more = [0, together[2] - alone[0] - alone[1], 0]
+    elif alone[2] and not together[2]:
+        more = [0, 0, together[0] + together[1] - alone[2]]
+    left = max(0, min(profile.B, remaining)) / profile.B
+    total = 0.0
+    for draw in model.draws:
+        grow = Grow(round(left * len(draw)), delay_s, *(-(-each // model.shrink) for each in more))
+        counts = _shrunk(*alone, model.shrink)
+        total += replay(draw, model.machine, *counts).makespan_s
+        total -= replay(draw, model.machine, *counts, grow=grow).makespan_s
+    return total / len(model.draws) * correction(evidence.observed).factor(alone)
+
+
+def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) -> Candidate:
     return Candidate(
         *counts, base_s * learned.factor(counts), True, "", method=method, base_s=base_s, spread=learned.spread(counts)
     )
@@ -226,12 +305,13 @@ def _mean(values: list[float]) -> float:
 
 
 def best(options: Sequence[Candidate]) -> Candidate | None:
-    """The least corrected prediction among those that were replayed; None: nothing was."""
-    judged = [option for option in options if option.feasible and option.method == "replay"]
+    """The least corrected prediction among those that were replayed, or among all if none was; None: none is feasible."""
+    feasible = [option for option in options if option.feasible]
+    judged = [option for option in feasible if option.method == "replay"] or feasible
     return min(judged, key=lambda option: (option.makespan_s or 0.0, option.prefill), default=None)
 
 
-def predicted_s(profile: WorkloadProfile, counts: tuple[int, int, int], evidence: Evidence) -> float:
+def predicted_s(profile: WorkloadProfile, counts: Counts, evidence: Evidence) -> float:
     """One configuration's uncorrected prediction, replayed."""
     return _replayed_s(_key(profile, evidence, sum(counts)), *counts)
 

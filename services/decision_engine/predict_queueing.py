@@ -10,6 +10,7 @@ and no bubble ratio is needed: how many decode at once is a result.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -37,7 +38,7 @@ def phases_of(batch: Sequence[Turns], scale: float = 1.0) -> tuple[Phase, ...]:
     longest = lengths[-1]
     # Edges at quantiles of the lengths, so that the tail has phases of its own.
     edges = sorted({0, longest, *(lengths[(len(lengths) - 1) * cut // (PHASES - 1)] for cut in range(PHASES))})
-    spans = list(zip(edges, edges[1:], strict=False))
+    spans = list(pairwise(edges))
     totals = [[0.0] * 6 for _ in spans]  # turns, new, replied, reply, context * reply, env
     for turns in batch:
         context, before, place = 0.0, 0.0, 0
@@ -78,7 +79,8 @@ def makespan_s(phases: Sequence[Phase], machine: Machine, prefill: int, decode: 
 def _colocated_cycle_s(phase: Phase, machine: Machine, workers: int) -> float:
     """One turn: a prompt waits for the group before it; decoding is stretched by the prompts computed meanwhile."""
     each = phase.active / workers  # trajectories a worker
-    work_s = phase.new * machine.prefill_s
+    missed = machine.missed
+    work_s = (phase.new * (1 - missed) + phase.context * missed) * machine.prefill_s
     decoding = each * 0.5
     cycle_s = 0.0
     for _ in range(ITERATIONS):
@@ -101,16 +103,18 @@ def _disaggregated_cycle_s(phase: Phase, machine: Machine, prefill: int, decode:
     if active <= 0:
         return phase.env_s
     others = max(0.0, active - 1) / active
-    tokens = phase.new + phase.replied
+    missed = machine.missed
+    tokens = (phase.new + phase.replied) * (1 - missed) + phase.context * missed
+    lacking = phase.new * (1 - missed) + phase.context * missed
     alone_s = machine.fixed_s + tokens * machine.prefill_s
     # Waiting prompts share a chunk's fixed cost.
     together_s = machine.fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
-    link_s = phase.new * machine.transfer_s
+    link_s = lacking * machine.transfer_s
     queue, decoding, sending = active / 4 / prefill, active / 2, 0.0
     cycle_s = 0.0
     for _ in range(ITERATIONS):
         prefill_s = alone_s + together_s * queue * others
-        hand_s = min(phase.new, machine.chunk) * machine.transfer_s + link_s * sending * others
+        hand_s = min(lacking, machine.chunk) * machine.transfer_s + link_s * sending * others
         iteration_s = machine.fixed_s + machine.kv_s * phase.context * max(1.0, 1 + decoding * others / decode)
         decode_s = max(phase.reply - 1, 0.0) * iteration_s
         cycle_new = phase.env_s + prefill_s + hand_s + decode_s

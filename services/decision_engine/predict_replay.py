@@ -22,6 +22,8 @@ Turns = Sequence[tuple[int, int, float]]
 """A trajectory: for each turn the new prompt tokens, the tokens of the reply, and the environment's seconds after it."""
 
 SLACK = 1e-9
+GOLDEN = 0.6180339887498949
+SILVER = 0.4142135623730951
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
@@ -34,6 +36,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float  # tokens of KV cache
     chunk: int  # prompt tokens computed in one iteration
     max_running: int  # requests decoded together
+    missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
 
 
 class Grow(msgspec.Struct, frozen=True):
@@ -52,6 +55,7 @@ class Replayed(msgspec.Struct, frozen=True):
     makespan_s: float
     ends_s: tuple[float, ...]
     left_s: float = 0.0
+    computed: float = 0.0  # prompt tokens that were computed
 
 
 class _Worker:
@@ -113,6 +117,7 @@ class _Run:
         self.events: list[tuple[float, int, int, int, _Worker | None]] = []  # (at, tie, kind, session or stamp, worker)
         self.ties = 0
         self.ends_s: list[float] = []
+        self.computed = 0.0
 
     # kinds of events
     TURN, WORKER, ARRIVAL, GROW = range(4)
@@ -158,7 +163,7 @@ class _Run:
                 self.settle(home, now)
             elif grow is not None:
                 self.add(grow)
-        return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0))
+        return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0), self.computed)
 
     def add(self, grow: Grow) -> None:
         self.prefillers += [_Worker() for _ in range(grow.prefill)]
@@ -200,6 +205,8 @@ class _Run:
             home.waiting.popleft()
             known = home.cached.pop(session, 0.0)
             home.cached_tokens -= known
+            if self.rewritten(session):
+                known = 0.0
             home.used += need
             self.held[session] = need
             while home.cached_tokens > 0 and home.used + home.cached_tokens > machine.capacity:
@@ -210,7 +217,13 @@ class _Run:
                 self.lacking[session] = missing
                 self.prefill(session, now)
             else:
+                self.computed += missing
                 home.prompts.append((session, missing))
+
+    def rewritten(self, session: int) -> bool:
+        """Whether this turn's prefix is a new one: spread evenly over sessions and turns."""
+        missed = self.machine.missed
+        return missed > 0 and (session * GOLDEN + self.turn[session] * SILVER) % 1.0 < missed
 
     def prefill(self, session: int, now: float) -> None:
         """On a prefill worker, which knows the session's earlier prompts but not what was replied to the last one."""
@@ -221,7 +234,11 @@ class _Run:
         self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
-        source.prompts.append((session, max(1.0, self.context[session] - known)))
+        if self.rewritten(session):
+            known = 0.0
+        missing = max(1.0, self.context[session] - known)
+        self.computed += missing
+        source.prompts.append((session, missing))
         self.settle(source, now)
 
     def join(self, home: _Worker, session: int) -> None:

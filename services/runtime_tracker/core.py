@@ -16,6 +16,7 @@ What is fitted how, the same in both execution modes:
 - `T_over`: what colocated turns took beyond eq. 1's prefill and decode at the load there was. It keeps its value while
   rollout is disaggregated.
 - the KV cache of a trajectory: its mean tokens times the bytes of one.
+- `sample`: the newest trajectories, turn by turn (`sample.py`).
 
 All but `A`, `b` and `t_prefill` are moving averages over steps. Speeds measured right after a worker's start, switch or
 activation are left out. Losing telemetry costs accuracy, nothing else.
@@ -37,6 +38,7 @@ from pearl_state.peers import wrong_batch
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 from services.runtime_tracker.config import Config
 from services.runtime_tracker.fit import Line, average
+from services.runtime_tracker.sample import Sample
 
 OPERATIONS = (
     "prepare",
@@ -116,6 +118,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     costs: dict[str, float] = {}
     profile: WorkloadProfile | None = None  # the last one emitted
     measured: bool = False  # some step's turns are in `profile`, which is then more than the cold start's
+    sample: Sample = Sample()
 
 
 class RuntimeTrackerCore:
@@ -245,7 +248,11 @@ class RuntimeTrackerCore:
             edge_decode_s=sums.edge_decode_s + message.decode_s,
             env_s=sums.env_s + message.env_s,
         )
-        return msgspec.structs.replace(state, step=step), ()
+        trajectory = message.request.partition("/")[0]
+        sample = state.sample.with_turn(
+            trajectory, message.turn, message.new_prompt_tokens, message.generated_tokens, message.env_s
+        )
+        return msgspec.structs.replace(state, step=step, sample=sample), ()
 
     def on_operation(self, state: State, message: OperationTimed) -> tuple[State, Effects]:
         """The moving average of what an operation costs (paper 5)."""
@@ -266,7 +273,7 @@ class RuntimeTrackerCore:
                 Refuse(f"trajectory {message.trajectory}: {message.turns} turns, {message.env_s} s of environment"),
             )
         if message.status == "failed":
-            return state, ()
+            return msgspec.structs.replace(state, sample=state.sample.without(message.trajectory)), ()
         sums = state.step
         longest = (sums.longest_turns, sums.longest_env_s)
         turns, env_s = max(longest, (message.turns, message.env_s))
@@ -277,7 +284,8 @@ class RuntimeTrackerCore:
             longest_turns=turns,
             longest_env_s=env_s,
         )
-        return msgspec.structs.replace(state, step=step), ()
+        sample = state.sample.with_end(message.trajectory, message.turns)
+        return msgspec.structs.replace(state, step=step, sample=sample), ()
 
     def on_step(self, state: State, message: StepFinished, now_ms: int) -> tuple[State, Effects]:
         """A train step ended: refit, emit, begin anew."""
@@ -299,6 +307,7 @@ class RuntimeTrackerCore:
             prefill_s=state.prefill_s * keep,
             profile=profile,
             measured=state.measured or profile.samples > 0,
+            sample=state.sample.aged(),
         )
         text = (
             f"after step {profile.train_step}: S={profile.S:.1f} r={profile.r:.1f} dL={profile.dL:.1f} "
@@ -336,7 +345,12 @@ class RuntimeTrackerCore:
         if state.prefill_tokens > 0:
             changes["t_prefill_s"] = state.prefill_s / state.prefill_tokens
         profile = msgspec.structs.replace(
-            base, train_step=train_step, samples=sums.requests, costs=dict(sorted(state.costs.items())), **changes
+            base,
+            train_step=train_step,
+            samples=sums.requests,
+            costs=dict(sorted(state.costs.items())),
+            sample=state.sample.complete,
+            **changes,
         )
         over_s = _overhead(profile, sums, now_ms)
         return profile if over_s is None else msgspec.structs.replace(profile, T_over_s=moved("T_over_s", over_s))

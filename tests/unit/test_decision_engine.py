@@ -318,6 +318,11 @@ def check_explained(record: DecisionRecord) -> None:
     assert (again.dedicated, again.full) == (record.dedicated, record.full)
 
 
+SAMPLE = tuple(
+    tuple(value for turn in range(turns) for value in (1500 if turn == 0 else 300, 100 + 10 * turn, 400))
+    for turns in (3, 5, 8, 4, 6)
+)
+
 EVENTS = st.one_of(
     st.tuples(st.just("budget"), st.integers(0, 12), st.integers(0, 6), st.booleans()),
     st.tuples(st.just("profile"), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.01, 60)),
@@ -329,7 +334,7 @@ EVENTS = st.one_of(
 @settings(max_examples=80, deadline=None)
 @given(
     events=st.lists(EVENTS, min_size=1, max_size=12),
-    policy=st.sampled_from(["planner", "colocated", "static-pd:1:2", "static-pd:3:1"]),
+    policy=st.sampled_from(["planner", "paper", "colocated", "static-pd:1:2", "static-pd:3:1"]),
     rho_max=st.sampled_from([0.95, 1.0]),
 )
 def test_every_choice_can_be_made_again_from_its_record(events: list, policy: str, rho_max: float) -> None:
@@ -350,6 +355,7 @@ def test_every_choice_can_be_made_again_from_its_record(events: list, policy: st
                 t_prefill_s=PROFILE.t_prefill_s * event[1],
                 b_s=PROFILE.b_s * event[2],
                 costs=costs,
+                sample=SAMPLE,
             )
         elif event[0] == "progress":
             message = BatchProgress(batch=number, size=64, done=64 - event[1], remaining=event[1])
@@ -366,7 +372,7 @@ def test_every_choice_can_be_made_again_from_its_record(events: list, policy: st
                 for index, role in enumerate(event[1])
             )
             message = RoleTable(job="j", epoch=Epoch(number), rows=rows)
-        state, effects = engine.step(state, Input(number, message))
+        state, effects = engine.step(state, Input(60_000 * (number + 1), message))
         for record in sent(effects, DecisionRecord):
             check_explained(decode(encode(record), DecisionRecord))
 

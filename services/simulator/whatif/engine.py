@@ -319,6 +319,12 @@ class FastEngine:
         return int((math.sqrt(linear * linear + 4 * half * room_s) - linear) / (2 * half))
 
     def _finish_decodes(self, count: int) -> None:
+        if count == 1:
+            # A context that arrived since the iteration began may have taken the room for its token.
+            while self._decoding > self.capacity - self._held - self._locked:
+                self._retract(next(reversed(self._running)))
+            if not self._runs:
+                return
         decoding, sums = self._decoding, self.sums
         seconds = self._decodes_s(count)
         self._at_s += seconds

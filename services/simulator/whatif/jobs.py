@@ -125,8 +125,8 @@ def cold_start(settings: Settings, episodes: Episodes, hardware: Hardware) -> Wo
     )
 
 
-def decision_config(job: JobFile, profile: WorkloadProfile, policy: Policy) -> DecisionConfig:
-    """As in production; `closed_forms` switches off what the paper does not have."""
+def decision_config(job: JobFile, profile: WorkloadProfile) -> DecisionConfig:
+    """As in production."""
     return msgspec.structs.replace(DecisionConfig.of(job), cold_start=profile)
 
 

@@ -1,7 +1,7 @@
 """How long a batch takes on given workers, request by request: the judge of what the decision engine predicted. Pure.
 
-Every worker is a `services.timing.engine.EngineModel`, the model of the emulated engine: iterations, chunked prefill beside
-decoding, prefix cache, KV capacity. Requests are placed as the router places them (least loaded, unless the worker with the
+Every worker is an engine model of `engine.py`, which a test holds to `services.timing.engine.EngineModel`, the model of the
+emulated engine: iterations, chunked prefill beside decoding, prefix cache, KV capacity. Requests are placed as the router places them (least loaded, unless the worker with the
 session's prefix is not clearly more loaded). Disaggregated, the decode worker reserves room first, then the prefill worker
 computes what neither has cached, and the KV cache of what the decode worker lacks goes over the prefill worker's link, one
 hand-over after the other, while later chunks are computed.
@@ -15,11 +15,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from random import Random
 
 import msgspec
 
-from services.timing.engine import NEVER, EngineModel
+from services.simulator.whatif.engine import NEVER, Costs, FastEngine, Work
 from services.timing.hardware import Hardware
 
 TOKENS_PER_REQUEST = 256
@@ -27,11 +28,15 @@ TOKENS_PER_REQUEST = 256
 
 
 class Turn(msgspec.Struct, frozen=True):
-    """`new` prompt tokens join the context, `reply` are generated, then the environment takes `env_s`."""
+    """`new` prompt tokens join the context, `reply` are generated, then the environment takes `env_s`.
+
+    `fresh`: the agent has rewritten its history, as long as before: no cached prefix fits it.
+    """
 
     new: int
     reply: int
     env_s: float
+    fresh: bool = False
 
 
 Trajectory = tuple[Turn, ...]
@@ -95,9 +100,9 @@ class _Seat:
 
     __slots__ = ("engine", "link_s", "load", "speed", "stamp")
 
-    def __init__(self, site: Site, speed: float, prefill_only: bool) -> None:
-        self.engine = EngineModel(
-            site.hardware, max_running=site.max_running, chunk_tokens=site.chunk_tokens, kv_tokens=site.capacity
+    def __init__(self, site: Site, costs: Costs, speed: float, prefill_only: bool) -> None:
+        self.engine = FastEngine(
+            costs, max_running=site.max_running, chunk_tokens=site.chunk_tokens, kv_tokens=site.capacity
         )
         self.engine.prefill_only = prefill_only
         self.speed = speed
@@ -109,11 +114,23 @@ class _Seat:
 class _Session:
     """A trajectory under way."""
 
-    __slots__ = ("attempt", "base", "cached", "context", "decode", "prefill", "started_s", "turn", "turns")
+    __slots__ = (
+        "attempt",
+        "cached",
+        "context",
+        "decode",
+        "name",
+        "prefill",
+        "remote",
+        "started_s",
+        "turn",
+        "turns",
+        "work",
+    )
 
-    def __init__(self, turns: Trajectory, base: int) -> None:
+    def __init__(self, turns: Trajectory, index: int) -> None:
         self.turns = turns
-        self.base = base
+        self.name = str(index)
         self.turn = 0
         self.context = 0
         self.attempt = 0  # hand-overs begun
@@ -121,6 +138,8 @@ class _Session:
         self.decode = -1
         self.prefill = -1
         self.started_s = 0.0
+        self.work: Work | None = None  # in its decode or colocated worker
+        self.remote: Work | None = None  # in its prefill worker
 
 
 class Judge:
@@ -130,6 +149,7 @@ class Judge:
         assert workers.colocated == 0 or workers.prefill + workers.decode == 0
         assert workers.colocated or (workers.prefill and workers.decode)
         self._site = site
+        self._costs = _costs(site.hardware, site.max_running, site.chunk_tokens)
         self._noise = noise
         self._random = Random(seed)
         self._limit = min(site.hardware.max_context_tokens, site.capacity)
@@ -148,14 +168,18 @@ class Judge:
         for prefill_only in roles:
             speed = math.exp(self._random.gauss(0.0, self._noise.speed)) if self._noise.speed else 1.0
             (self._prefillers if prefill_only else self._decoders).append(len(self._seats))
-            self._seats.append(_Seat(self._site, speed, prefill_only))
+            self._seats.append(_Seat(self._site, self._costs, speed, prefill_only))
 
     def measure(self, batch: Sequence[Trajectory], change: Change | None = None) -> Measured:
         """Run all trajectories, the first `most_in_flight` at once, each next one as a slot frees up."""
         waiting = list(range(len(batch)))[::-1]
-        self._sessions = [_Session(turns, index << 24) for index, turns in enumerate(batch)]
+        self._sessions = [_Session(turns, index) for index, turns in enumerate(batch)]
         ends: list[float] = []
         change_s = 0.0
+
+        def add() -> None:
+            assert change is not None
+            self._add(Workers(colocated=change.workers))
 
         def finished() -> None:
             nonlocal change_s
@@ -164,11 +188,11 @@ class Judge:
                 self._next_turn(waiting.pop())
             if change is not None and len(batch) - len(ends) == change.remaining:
                 change_s = self._now_s
-                self._at(self._now_s + change.delay_s, lambda: self._add(Workers(colocated=change.workers)))
+                self._at(self._now_s + change.delay_s, add)
 
         self._finished = finished
         if change is not None and change.remaining >= len(batch):
-            self._at(change.delay_s, lambda: self._add(Workers(colocated=change.workers)))
+            self._at(change.delay_s, add)
         for _ in range(min(self._most, len(batch))):
             self._next_turn(waiting.pop())
         events = self._events
@@ -199,7 +223,7 @@ class Judge:
         seat = self._seats[index]
         seat.stamp += 1
         stamp = seat.stamp
-        due = seat.engine.next_event_s()
+        due = seat.engine.next_s
         if due == NEVER:
             return
 
@@ -211,17 +235,23 @@ class Judge:
         self._at(max(self._now_s, due / seat.speed), look)
 
     def _advance(self, index: int) -> None:
+        """Run a worker's engine until now, and take what happened there."""
         seat = self._seats[index]
-        for event in seat.engine.advance_to(self._now_s * seat.speed):
-            if event.kind == "end":
-                if index in self._prefillers:
-                    self._handed_over(index, event.key)
+        engine = seat.engine
+        engine.advance(self._now_s * seat.speed)
+        while engine.reserved or engine.dropped or engine.ended:
+            if engine.reserved:
+                self._prefill(engine.reserved.pop(0))
+            elif engine.dropped:
+                self._drop(engine.dropped.pop(0))
+            else:
+                _, work = engine.ended.pop(0)
+                key = work.of
+                assert isinstance(key, int)
+                if engine.prefill_only:
+                    self._handed_over(index, key)
                 else:
-                    self._replied(index, event.key)
-            elif event.kind == "reserved":
-                self._prefill(event.key, event.cached)
-            elif event.kind == "dropped":
-                self._drop(event.key)
+                    self._replied(index, key)
 
     # ---- a turn ----
 
@@ -229,6 +259,8 @@ class Judge:
         session = self._sessions[key]
         turn = session.turns[session.turn]
         session.context += turn.new
+        if turn.fresh:
+            session.name += "'"
         room = self._limit - session.context - turn.reply
         if room < 1:  # the context is full: the trajectory is truncated here
             self._finished()
@@ -237,8 +269,9 @@ class Judge:
         seat = self._seats[index]
         seat.load += 1
         self._advance(index)
-        tokens = range(session.base, session.base + session.context + turn.reply)
-        seat.engine.submit(key, tokens, session.context, remote=bool(self._prefillers))
+        total = session.context + turn.reply
+        session.work = Work(session.name, session.context, total, key, remote=bool(self._prefillers))
+        seat.engine.submit(session.work)
         self._advance(index)
         self._wake(index)
 
@@ -250,29 +283,33 @@ class Judge:
         worth = min(self._site.max_running // 2, 1 + context // TOKENS_PER_REQUEST)
         return affine if seats[affine].load <= seats[least].load + worth else least
 
-    def _prefill(self, key: int, cached: int) -> None:
+    def _prefill(self, work: Work) -> None:
+        """The decode worker has room: a prefill worker computes the context."""
+        key = work.of
+        assert isinstance(key, int)
         session = self._sessions[key]
         index = session.prefill = self._choose(self._prefillers, session.prefill, session.context)
         seat = self._seats[index]
         session.started_s = self._now_s
-        session.cached = cached
+        session.cached = work.cached
         seat.load += 1
         self._advance(index)
-        tokens = range(session.base, session.base + session.context + 1)
-        seat.engine.submit(key, tokens, session.context)
+        session.remote = Work(session.name, session.context, session.context + 1, key)
+        seat.engine.submit(session.remote)
         self._wake(index)
 
-    def _drop(self, key: int) -> None:
+    def _drop(self, work: Work) -> None:
         """The decode worker gave the room to another: the hand-over begins anew when it has room again."""
+        key = work.of
+        assert isinstance(key, int)
         session = self._sessions[key]
-        index = session.prefill
-        seat = self._seats[index]
-        self._advance(index)
-        if key in seat.engine:
-            seat.engine.end(key)
+        seat = self._seats[session.prefill]
+        self._advance(session.prefill)
+        if session.remote is not None and session.remote.engine is not None:
+            seat.engine.end(session.remote)
             seat.load -= 1
         session.attempt += 1
-        self._wake(index)
+        self._wake(session.prefill)
 
     def _handed_over(self, index: int, key: int) -> None:
         """The context is computed: what has not gone yet goes, after what others send."""
@@ -292,7 +329,9 @@ class Judge:
             return
         index = session.decode
         self._advance(index)
-        if self._seats[index].engine.arrived(key):
+        work = session.work
+        assert work is not None
+        if self._seats[index].engine.arrived(work):
             self._replied(index, key)
         self._wake(index)
 
@@ -309,3 +348,8 @@ class Judge:
             self._at(self._now_s + away_s, self._finished)
         else:
             self._at(self._now_s + away_s, lambda: self._next_turn(key))
+
+
+@lru_cache(maxsize=8)
+def _costs(hardware: Hardware, max_running: int, chunk_tokens: int) -> Costs:
+    return Costs(hardware, max_running, chunk_tokens)

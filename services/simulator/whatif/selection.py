@@ -27,16 +27,19 @@ from services.timing.hardware import BUILT_IN, Hardware, Value, load
 OBSERVED_STEPS: Final = 4
 CONSTANT_ERROR: Final = 0.10
 """Each constant that the predictor knows is wrong by a factor exp(N(0, this))."""
-NOISE: Final = Noise(speed=0.02, edge_s=0.02)
+NOISE: Final = Noise(speed=0.01, edge_s=0.02)
 REALISED_NOISE: Final = 0.01
 """Standard deviation of what a realised makespan is measured wrong by."""
 DRAWS: Final = 4
 """Fresh batches over which configurations are measured."""
-DROP_AFTER: Final = (1.15, 1.08, 1.05)
+DROP_AFTER: Final = (1.08, 1.04, 1.03)
 """After so many draws a configuration this much slower than the best is measured no further: it cannot be the best."""
 MODES_DIFFER: Final = 0.05
 LEAST_PROBE_COST: Final = 0.05
 """Share of a batch that the one probe may be predicted to cost (`decision.probe_share`)."""
+MOST_REPLY: Final = 2048
+"""Tokens that a turn may generate: jobs bound it."""
+MOST_NEW: Final = 8192
 STATIC: Final = (2, 3)
 """P:D of the static baseline: the paper's choice at the fewest GPUs of its Table 2."""
 
@@ -102,28 +105,37 @@ def random_setting(seed: int, least: int = 2, most: int = 32) -> Setting:
         hardware,
         host_s=Value(hardware.host_s.value * log_uniform(0.5, 2), "varied"),
         transfer_bytes_per_s=Value(hardware.transfer_bytes_per_s.value * log_uniform(0.03, 1), "varied"),
-        prefill_attention_s_per_pair=Value(
-            hardware.prefill_attention_s_per_pair.value * log_uniform(0.5, 2), "varied"
-        ),
+        prefill_attention_s_per_pair=Value(hardware.prefill_attention_s_per_pair.value * log_uniform(0.5, 2), "varied"),
         linear=msgspec.structs.replace(
-            hardware.linear, seconds=tuple(s * f for s, f in zip(hardware.linear.seconds, _ramp(log_uniform(0.5, 3), len(hardware.linear.seconds)), strict=True))
+            hardware.linear,
+            seconds=tuple(
+                s * f
+                for s, f in zip(
+                    hardware.linear.seconds, _ramp(log_uniform(0.5, 3), len(hardware.linear.seconds)), strict=True
+                )
+            ),
         ),
     )
-    kv_tokens = round(log_uniform(80_000, 800_000))
-    workers = random.randint(least, most)
-    batch = max(8, min(128, round(workers * log_uniform(2, 16))))
-    turns = max(3, min(round(log_uniform(6, 40)), 960 // batch))
-    new, reply, env = log_uniform(0.5, 8), log_uniform(0.3, 2), log_uniform(0.05, 3)
-    limit = min(hardware.max_context_tokens, kv_tokens) - 1
+    workers = round(log_uniform(least, most))
+    batch = max(8, min(64, round(workers * log_uniform(1.5, 10))))
+    turns = max(8, min(round(log_uniform(10, 30)), 500 // batch))
+    new, reply, env = log_uniform(0.5, 6), log_uniform(0.3, 2), log_uniform(0.05, 3)
+    rewritten = random.choice((0.0, random.random(), 1.0))
     pool: list[Trajectory] = []
     for each in random.sample(trajectories(load_workload("swebench-mini")), 200):
-        scaled_turns = tuple(
-            Turn(max(1, round(t.new * new)), max(1, round(t.reply * reply)), t.env_s * env) for t in each
+        longer = tuple(
+            Turn(
+                max(1, min(MOST_NEW, round(t.new * new))),
+                max(1, min(MOST_REPLY, round(t.reply * reply))),
+                t.env_s * env,
+                random.random() < rewritten,
+            )
+            for t in each
         )
-        pool.append(cut(scaled_turns, limit, max(1, round(turns * random.uniform(0.6, 1.4)))))
-    site = Site(
-        hardware=hardware, max_running=64, chunk_tokens=random.choice((512, 2048, 8192)), kv_tokens=kv_tokens
-    )
+        pool.append(cut(longer, hardware.max_context_tokens - 1, max(1, round(turns * random.uniform(0.6, 1.4)))))
+    longest = sum(sum(t.new + t.reply for t in each) for each in pool) / len(pool)
+    kv_tokens = max(hardware.max_context_tokens * 2, round(log_uniform(1, 10) * longest * batch / workers))
+    site = Site(hardware=hardware, max_running=64, chunk_tokens=random.choice((512, 2048, 8192)), kv_tokens=kv_tokens)
     return Setting(site=site, pool=tuple(pool), batch=batch, workers=workers)
 
 
@@ -149,7 +161,9 @@ def measure(setting: Setting, workers: Workers, seed: int) -> Measured:
     return judge.measure(draw(setting, seed))
 
 
-def sample_of(batches: Sequence[Sequence[Trajectory]], most: int = 64, most_turns: int = 2560) -> tuple[tuple[int, ...], ...]:
+def sample_of(
+    batches: Sequence[Sequence[Trajectory]], most: int = 64, most_turns: int = 2560
+) -> tuple[tuple[int, ...], ...]:
     """The newest trajectories as `workload.profile/1` has them."""
     found: list[tuple[int, ...]] = []
     turns = 0
@@ -176,7 +190,7 @@ def profile_of(
     unpacked = [tuple((t.new, t.reply, t.env_s) for t in trajectory) for trajectory in newest]
     context = predict.decode_context(unpacked)
     slowest = max(newest, key=lambda trajectory: (len(trajectory), sum(turn.env_s for turn in trajectory)))
-    workers, measured = last
+    _, measured = last
     new = max(1, round(sum(turn.new for turn in turns) / len(turns)))
     decode_share_s = measured.decode_s * replies / max(1, measured.iterations)
     return WorkloadProfile(
@@ -254,7 +268,9 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
             profile = profile_of(setting, batches, last, errors)
-            evidence = predict.Evidence(sample=profile.sample, observed=tuple(observed), limits=limits)
+            evidence = predict.Evidence(
+                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=_counts(last[0])
+            )
             options = predict.candidates(profile, setting.workers, evidence, judged=[_counts(running)])
             best = predict.best(options)
             assert best is not None
@@ -272,7 +288,9 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         last = (running, measured)
         profile = profile_of(setting, batches, last, errors)
         # Predicted for the very batch that ran: its luck is not an error of the model.
-        own = predict.Evidence(sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits)
+        own = predict.Evidence(
+            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=_counts(running)
+        )
         predicted = predict.predicted_s(profile, _counts(running), own)
         realised_s = measured.makespan_s * math.exp(random.gauss(0, REALISED_NOISE))
         observed.append(Observed(*_counts(running), predicted, realised_s, step))

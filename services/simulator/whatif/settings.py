@@ -31,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     group_size: Count = 16
     staleness: Some = 1
     max_context_tokens: Count = 32768
-    prefix_reuse: Share = 1.0  # of the turns; before the others the history is rendered anew
+    prefix_reuse: Share = 0.45  # of the turns; before the others the history is rendered anew
     train_s: Seconds = 0.0  # of a train step; 0: as the hardware description says for this batch on these GPUs
     notice_s: Seconds = 30.0
     no_notice_share: Share = 0.0
@@ -52,6 +52,7 @@ SOURCES: Final[dict[str, str]] = {
     "group_size": "paper 6.1: group size 16",
     "staleness": "paper 6.1: maximum policy staleness of one training step",
     "max_context_tokens": "paper 6.1: maximum trajectory length of 32K tokens",
+    "prefix_reuse": "calibrated: colocated prefill then computes 29 tokens for each generated one, as in the paper's Figure 2(b)",
     "train_s": "paper 3.1: 163.8 s on 8 GPUs, in proportion to batch and GPUs, as the emulated trainer takes it: 81.9 s on 16",
     "notice_s": "Google Cloud's Spot VMs get 30 s of notice (AWS: 120 s); the paper gives none",
     "no_notice_share": "assumed: every reclaim is announced",

@@ -127,7 +127,7 @@ class Simulation:
         self.table: RoleTable = self.orchestrator.initial()
         self.uses = Uses(self.slots, self.table) if settings.spans else None
         self.elastic = ElasticSchedulerCore(ElasticConfig.of(self.job))
-        self.decisions = policy.engine(decision_config(self.job, profile, policy))
+        self.decisions = policy.engine(decision_config(self.job, profile))
         self.rebuilder = ClusterRebuilderCore(RebuilderConfig.of(self.job))
         self.toggle = ToggleManagerCore(ToggleConfig.of(self.job))
         self.pipeline = PipelineSchedulerCore(PipelineConfig.of(self.job))

@@ -28,7 +28,6 @@ class Policy(msgspec.Struct, frozen=True, kw_only=True):
     update_pause: str = "in_place"  # "retract": running requests compute their KV cache again at a weight update
     slack: bool = False  # the elastic GPUs are another service's: no cold start, no notice
     large: bool = False  # as many reserved GPUs as the trace has on average
-    closed_forms: bool = False  # decides by eq. 1-3 alone
 
     def reserved_gpus(self, trace: Trace, settings: Settings, hardware: Hardware, seconds: float) -> int:
         """Rollout GPUs that are always there."""

@@ -11,8 +11,7 @@ POLICIES = (
         leaves_out="nothing that the paper describes; its thresholds are not given there, ours are the job file's defaults",
         elastic=True,
         lending=True,
-        decision="planner",
-        closed_forms=True,
+        decision="paper",
     ),
     Policy(
         name="pearl",
