@@ -17,10 +17,9 @@ from rich.console import Console
 from services.jobfile import ConfigError
 from services.simulator.whatif.report import html, plots, sensitivity
 from services.simulator.whatif.report.summary import (
+    gains,
     interval,
-    predicted_gain,
     priced,
-    realised_gain,
     reference_of,
     summarise,
     use_shares,
@@ -29,7 +28,7 @@ from services.simulator.whatif.report.svg import Drawing, Scale, amount, from_ze
 from services.simulator.whatif.report.terminal import print_results
 from services.simulator.whatif.report.write import drawings as all_drawings
 from services.simulator.whatif.report.write import report_folder, verdict, whole_page, write_report
-from services.simulator.whatif.result import PolicyResult, Result
+from services.simulator.whatif.result import Decided, PolicyResult, Result
 from tests.whatif.made import DECIDED, result
 
 SEEDS = [result(seed, shift) for seed, shift in enumerate((-20.0, -10.0, 0.0, 10.0, 20.0))]
@@ -94,9 +93,17 @@ def test_cost_counts_all_gpu_hours_over_the_tokens_of_the_throughput() -> None:
     assert priced(empty, 1.0, None).policies["none"].cost_per_million_tokens is None
 
 
-def test_gains_are_shares_of_what_ran_before() -> None:
-    assert predicted_gain(DECIDED[0]) == pytest.approx(0.2) and realised_gain(DECIDED[0]) == pytest.approx(0.1)
-    assert predicted_gain(DECIDED[1]) is None and realised_gain(DECIDED[1]) is None
+def test_gains_compare_changes_under_which_whole_batches_ran() -> None:
+    def at(predicted: float | None, realised: float | None, colocated: int, borrow: bool = False) -> Decided:
+        return msgspec.structs.replace(
+            DECIDED[1], predicted_s=predicted, realised_s=realised, colocated=colocated, borrow=borrow
+        )
+
+    found = gains(
+        [at(100.0, 110.0, 4), at(100.0, 90.0, 4), at(50.0, None, 8), at(60.0, 45.0, 8), at(30.0, 30.0, 8, True)]
+    )
+    assert found == [(3, pytest.approx(0.4), pytest.approx(0.5)), (4, pytest.approx(0.5), pytest.approx(1 / 3))]
+    assert gains(DECIDED) == []
 
 
 def test_uses_are_shares_of_the_gpu_hours() -> None:

@@ -9,8 +9,7 @@ from typing import Final
 from services.simulator.whatif.report.summary import (
     USES,
     PolicySummary,
-    predicted_gain,
-    realised_gain,
+    gains,
 )
 from services.simulator.whatif.report.svg import DASHES, SERIES, Drawing, Scale, amount, from_zero, number
 from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result, Span, Step
@@ -23,8 +22,6 @@ MOST_GPUS: Final = 64
 THINNEST_PX: Final = 0.25
 """Spans thinner than this are left out of the picture."""
 MOST_DOTS: Final = 2000
-LEAST_GAIN: Final = 1e-6
-"""Decisions that keep what runs are predicted to gain nothing: they say nothing about predictions of gains."""
 
 _Dot = tuple[int, float, float, str]
 
@@ -235,28 +232,27 @@ def _natural(gpu: str) -> tuple[tuple[int, int, str], ...]:
 
 
 def decisions(result: Result) -> Drawing:
-    """Decisions whose outcome is known. Left: seconds of the batch as predicted and as it came; right: gains, of those that
-    were predicted to gain. On the dashed line prediction and outcome agree.
+    """Decisions under which a whole batch ran. Left: its seconds as predicted and as they came; right: what changes gained.
+
+    On the dashed line prediction and outcome agree.
     """
     drawing = Drawing(WIDTH, 400, "Decisions: predicted against realised, simulated")
     index_of = indices(list(result.policies))
     times: list[_Dot] = []
-    gains: list[_Dot] = []
+    changes: list[_Dot] = []
     for name, policy in result.policies.items():
         for each in policy.decided:
-            if each.predicted_s is None or each.realised_s is None:
-                continue
-            tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, predicted {each.predicted_s:.0f} s, realised {each.realised_s:.0f} s"
-            times.append((index_of[name], each.predicted_s, each.realised_s, tip))
-            predicted, realised = predicted_gain(each), realised_gain(each)
-            if predicted is not None and realised is not None and abs(predicted) > LEAST_GAIN:
-                gains.append(
-                    (index_of[name], 100 * predicted, 100 * realised, f"{tip}: {predicted:+.1%}, {realised:+.1%}")
-                )
+            if each.predicted_s is not None and each.realised_s is not None:
+                tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, predicted {each.predicted_s:.0f} s, realised {each.realised_s:.0f} s"
+                times.append((index_of[name], each.predicted_s, each.realised_s, tip))
+        for index, predicted, realised in gains(policy.decided):
+            each = policy.decided[index]
+            tip = f"{name}, {each.at_s / 60:.1f} min, {each.cause}: {shape(each)}, gain predicted {predicted:+.1%}, realised {realised:+.1%}"
+            changes.append((index_of[name], 100 * predicted, 100 * realised, tip))
     half = WIDTH / 2
     _dots(drawing, times, LEFT, half - 20, "predicted batch time, s", "realised, s", zero=False)
-    _dots(drawing, gains, half + LEFT, WIDTH - 16, "predicted gain, %", "realised gain, %", zero=True)
-    seen = {index for index, *_ in (*times, *gains)}
+    _dots(drawing, changes, half + LEFT, WIDTH - 16, "predicted gain of a change, %", "realised, %", zero=True)
+    seen = {index for index, *_ in (*times, *changes)}
     entries = [(name, colour(index), "box") for name, index in index_of.items() if index in seen]
     drawing.legend(LEFT, 18, entries, WIDTH - 10)
     return drawing

@@ -174,15 +174,23 @@ def use_shares(policies: Sequence[PolicyResult]) -> tuple[tuple[str, float], ...
     return tuple((use, value / whole) for use, value in seconds.items()) if whole > 0 else ()
 
 
-def predicted_gain(decided: Decided) -> float | None:
-    """Share of the batch's time that the decision was predicted to save against what ran before."""
-    if decided.predicted_s is None or not decided.incumbent_s:
-        return None
-    return 1 - decided.predicted_s / decided.incumbent_s
+def gains(decided: Sequence[Decided]) -> list[tuple[int, float, float]]:
+    """(index, predicted, realised) of each decision that changed what runs: the share of a batch's time that it saves.
+
+    Against the decision before it under which a whole batch ran, too: predicted by the two predictions, realised by the two
+    batches. So a gain has all that the change brought: GPUs that came, were lent or went, and another mode or ratio.
+    """
+    found: list[tuple[int, float, float]] = []
+    before: Decided | None = None
+    for index, each in enumerate(decided):
+        if not each.predicted_s or not each.realised_s:
+            continue
+        if before is not None and _runs(before) != _runs(each):
+            assert before.predicted_s and before.realised_s
+            found.append((index, 1 - each.predicted_s / before.predicted_s, 1 - each.realised_s / before.realised_s))
+        before = each
+    return found
 
 
-def realised_gain(decided: Decided) -> float | None:
-    """The same with the time that the batch then took."""
-    if decided.realised_s is None or not decided.incumbent_s:
-        return None
-    return 1 - decided.realised_s / decided.incumbent_s
+def _runs(decided: Decided) -> tuple[int, int, int, bool]:
+    return decided.prefill, decided.decode, decided.colocated, decided.borrow

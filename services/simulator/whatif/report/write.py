@@ -15,8 +15,7 @@ from services.simulator.whatif.report.sensitivity import Sensitivity
 from services.simulator.whatif.report.summary import (
     Interval,
     PolicySummary,
-    predicted_gain,
-    realised_gain,
+    gains,
     reference_of,
     summarise,
 )
@@ -63,8 +62,8 @@ def drawings(results: Sequence[Result], reference: str) -> dict[str, tuple[Drawi
             found[f"roles-{file_name(name)}"] = (plots.roles(first, name), f"A row a GPU, under {name}. {told}")
     found["decisions"] = (
         plots.decisions(first),
-        "Decisions under which a whole batch ran. Left: its rollout time; right: the gain over what ran before, of decisions that were "
-        "to gain something. On the dashed line prediction and outcome agree. " + told,
+        "Decisions under which a whole batch ran. Left: its rollout time; right: what changes gained over what ran before them. "
+        "On the dashed line prediction and outcome agree. " + told,
     )
     return found
 
@@ -269,8 +268,9 @@ def decision_tables(result: Result) -> list[str]:
         if not policy.decided:
             continue
         rows: list[list[Cell | str]] = []
-        for each in policy.decided[:MOST_DECISIONS]:
-            predicted, realised = predicted_gain(each), realised_gain(each)
+        gained = {index: (predicted, realised) for index, predicted, realised in gains(policy.decided)}
+        for index, each in enumerate(policy.decided[:MOST_DECISIONS]):
+            predicted, realised = gained.get(index, (None, None))
             rows.append(
                 [
                     num(each.at_s / 60, ".1f"),
