@@ -82,9 +82,7 @@ def build_parser() -> argparse.ArgumentParser:
     _json(plan)
 
     simulate = command("simulate", "simulate", "the production code on a virtual clock")
-    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
-    _simulate_faults(simulations)
-    _simulate_run(simulations)
+    _simulations(simulate)
 
     bench = command("bench", "bench", "benchmarks on this machine")
     bench.add_argument(
@@ -145,13 +143,75 @@ def _simulate_faults(simulations: argparse._SubParsersAction[argparse.ArgumentPa
     _json(faults)
 
 
-def _simulate_run(simulations: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:  # pyright: ignore[reportPrivateUsage]
-    from services.cli.simulate_run import add_options
+def _simulations(simulate: argparse.ArgumentParser) -> None:
+    """The sub-commands of `pearl simulate`; `services.cli.simulate` has what runs them."""
+    from services.cli import simulate_output, simulate_run
 
-    text = "policies side by side on a trace, a workload and a hardware description (docs/what-if.md)"
-    run = simulations.add_parser("run", help=text, description=text)
-    add_options(run)
+    simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
+
+    def simulation(name: str, text: str) -> argparse.ArgumentParser:
+        return simulations.add_parser(name, help=text, description=text)
+
+    run = simulation("run", "policies side by side on a trace, a workload and a hardware description")
+    simulate_run.add_options(run)
+    simulate_output.add_options(run)
+    _prices(run)
     _json(run)
+
+    _simulate_faults(simulations)
+
+    record = simulation("record", "write a workload file out of a job's journal, live or afterwards")
+    _where(record)
+    record.add_argument("--out", required=True, metavar="FILE.csv", help="the workload file to write")
+    record.add_argument("--trajectories", type=_positive, default=500, help="stop after so many (default: 500)")
+    record.add_argument("--once", action="store_true", help="take what is there now, and do not wait for more")
+    _json(record)
+
+    report = simulation("report", "a run's table, plots and page again, without simulating")
+    report.add_argument(
+        "result", metavar="RESULT.json", help="what `simulate run --out` kept, or a report's result.json"
+    )
+    report.add_argument(
+        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
+    )
+    report.add_argument(
+        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
+    )
+    _prices(report)
+    _json(report)
+
+    paper = simulation("paper", "the paper's figures and tables, simulated, beside the paper's numbers")
+    paper.add_argument(
+        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
+    )
+    paper.add_argument(
+        "--only", metavar="NAMES", default="", help="comma-separated, e.g. figure5,table3 (default: everything)"
+    )
+    paper.add_argument("--seeds", type=_positive, default=1, help="seeds of each simulated run (default: 1)")
+    paper.add_argument("--hours", type=_hours, default=2.0, help="of each segment (default: the paper's 2)")
+    paper.add_argument("--processes", type=_positive, default=None, help="at a time (default: one a core)")
+    _json(paper)
+
+
+def _prices(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--spot-price", type=_price, default=None, metavar="X", help="of a preemptible GPU-hour, in any currency"
+    )
+    parser.add_argument("--reserved-price", type=_price, default=None, metavar="X", help="of any other GPU-hour")
+
+
+def _price(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 1e6:
+        raise argparse.ArgumentTypeError(f"{text} is not from 0 to 1000000")
+    return value
+
+
+def _hours(text: str) -> float:
+    value = float(text)
+    if not 0 < value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1000")
+    return value
 
 
 def _json(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from services.cli import simulate_output
 from services.jobfile import ConfigError
 from services.simulator.whatif.result import Result
 
@@ -35,41 +36,82 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0; 2 where an input is wrong."""
-    result = simulate(arguments)
+    from services.simulator.whatif.report.summary import intervals, priced
+
+    names = names_of(arguments.policy)
+    folder = simulate_output.check(arguments, names)
+    settings = settings_of(arguments.set)
+    warn(arguments, settings)
+    found = simulate_output.over_seeds(arguments, simulate)
+    results = [priced(each, arguments.spot_price, arguments.reserved_price) for each in found]
     if arguments.out is not None:
         try:
-            Path(arguments.out).write_bytes(msgspec.json.encode(result))
+            Path(arguments.out).write_bytes(msgspec.json.encode(results[0] if len(results) == 1 else results))
         except OSError as error:
             raise ConfigError(f"--out {arguments.out}: cannot be written ({error})") from error
+    sensitivity = simulate_output.sensitivity_of(arguments, results, settings)
+    simulate_output.finish(arguments, results, sensitivity, folder)
     if arguments.json:
-        print(json.dumps(brief(result)))
-    else:
-        show(result)
+        told = brief(results[0]) | {"summary": intervals(results, arguments.reference)}
+        if len(results) > 1:
+            told["seeds"] = [brief(each) for each in results]
+        if sensitivity is not None:
+            told["sensitivity"] = msgspec.to_builtins(sensitivity) | {"verdict": sensitivity.verdict()}
+        print(json.dumps(told))
     return 0
 
 
-def simulate(arguments: argparse.Namespace) -> Result:
-    """The whole result. Raises ConfigError."""
-    from services.environments import workload
-    from services.preemption_feed import traces
+def names_of(text: str) -> list[str]:
+    """The policies of `--policy`. Raises ConfigError."""
     from services.simulator.whatif.policies import ALL, find
-    from services.simulator.whatif.run import compare
-    from services.timing import hardware
 
-    names = list(ALL) if arguments.policy == "all" else [name.strip() for name in arguments.policy.split(",")]
+    names = list(ALL) if text == "all" else [name.strip() for name in text.split(",")]
     doubled = next((name for name in names if names.count(name) > 1), None)
     if doubled is not None:
         raise ConfigError(f"--policy: {doubled!r} is named twice")
+    return [find(name).name for name in names]
+
+
+def warn(arguments: argparse.Namespace, settings: Any) -> None:
+    """Say what of the trace was read over, and what of it is not used."""
+    from services.preemption_feed import traces
+
+    trace = traces.load(arguments.trace)
+    for line in trace.warnings:
+        print(f"{trace.name}: {line}", file=sys.stderr)
+    used = settings.most_preemptible_gpus
+    if trace.most > used:
+        print(
+            f"{trace.name} has up to {trace.most} GPUs, of which at most {used} are used: "
+            f"--set most_preemptible_gpus={trace.most} uses all",
+            file=sys.stderr,
+        )
+    if trace.steps[0].time_s >= arguments.hours * 3600:
+        raise ConfigError(
+            f"{trace.name}: begins at {trace.steps[0].time_s:g} s, after the {arguments.hours:g} h that are simulated: "
+            "let time_s count from the trace's beginning, or give more --hours"
+        )
+
+
+def simulate(arguments: argparse.Namespace) -> Result:
+    """The whole result of one seed. Raises ConfigError."""
+    from services.environments import workload
+    from services.preemption_feed import traces
+    from services.simulator.whatif.policies import find
+    from services.simulator.whatif.run import compare
+    from services.timing import hardware
+
+    told = f"seed {arguments.seed}, " if arguments.seeds > 1 else ""
     return compare(
         traces.load(arguments.trace),
         workload.load(arguments.workload),
         hardware.load(arguments.hardware),
-        [find(name) for name in names],
+        [find(name) for name in names_of(arguments.policy)],
         hours=arguments.hours,
         seed=arguments.seed,
         settings=settings_of(arguments.set),
         oracle=arguments.oracle,
-        progress=lambda text: print(f"{text} ...", file=sys.stderr, flush=True),
+        progress=lambda text: print(f"{told}{text} ...", file=sys.stderr, flush=True),
     )
 
 
@@ -100,33 +142,3 @@ def brief(result: Result) -> dict[str, Any]:
         for key in ("steps", "decided", "spans", "throughput"):
             del policy[key]
     return found
-
-
-def show(result: Result) -> None:
-    """A table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    title = (
-        f"{result.trace}, {result.workload}, {result.hardware}, {result.hours:g} h, seed {result.seed}; all simulated"
-    )
-    table = Table(title=title, title_justify="left")
-    for column in ("policy", "tokens/s", "of first", "steps", "s a step", "staleness", "reward", "busy", "borrows"):
-        table.add_column(column, justify="left" if column == "policy" else "right")
-    first = next(iter(result.policies.values())).throughput_tokens_per_s
-    for name, policy in result.policies.items():
-        table.add_row(
-            name,
-            f"{policy.throughput_tokens_per_s:.0f}",
-            f"{policy.throughput_tokens_per_s / first:.2f}" if first else "-",
-            str(policy.train_steps),
-            f"{policy.mean_train_step_s:.1f}",
-            str(policy.staleness_max),
-            f"{policy.reward_mean:.2f}",
-            f"{policy.gpu_busy_fraction:.0%}",
-            str(policy.borrows),
-        )
-    for oracle in result.oracles:
-        ratio = f"{oracle.throughput_tokens_per_s / first:.2f}" if first else "-"
-        table.add_row(f"oracle, {oracle.name}", f"{oracle.throughput_tokens_per_s:.0f}", ratio, style="dim")
-    Console().print(table)

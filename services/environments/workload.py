@@ -8,7 +8,9 @@ its rows). Rows may be in any order; forgiven is what `services.csvtable` forgiv
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -60,30 +62,24 @@ class Workload(msgspec.Struct, frozen=True):
 def load(name: str) -> Workload:
     """A built-in workload by its name, or a CSV file by its path; read once. Raises WorkloadError."""
     path = Path(__file__).parent / "workloads" / f"{name}.csv" if name in BUILT_IN else Path(name)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise WorkloadError(f"{path}: not UTF-8 text at byte {error.start}") from error
-    except (OSError, ValueError) as error:
-        raise WorkloadError(
-            f"{path}: cannot be read ({error}); give a CSV file or one of {', '.join(BUILT_IN)}"
-        ) from error
-    return parse(text, name)
+    return parse(csvtable.read(path, BUILT_IN, WorkloadError), name)
 
 
 def parse(text: str, name: str = "workload") -> Workload:
     """Raises WorkloadError."""
     rows = csvtable.records(text, name, WorkloadError)
     nothing: list[str] = []
-    line, header = next(rows, (1, nothing))
-    columns = [cell.strip().lower() for cell in header]
+    line, first = next(rows, (1, nothing))
+    columns = csvtable.header(first, line, name, WorkloadError) if first else nothing
     missing = [column for column in COLUMNS if column not in columns]
     if missing:
         raise WorkloadError(
             f"{name}: line {line}: no column {', '.join(missing)}; one row a turn with {','.join(COLUMNS)} is expected"
         )
+    csvtable.once(columns, (*COLUMNS, "reward"), line, name, WorkloadError)
     turns: dict[str, dict[int, Turn]] = {}
     rewards: dict[str, float] = {}
+    lines: dict[tuple[str, int], int] = {}
     for line, cells in rows:
         named = {column: cell.strip() for column, cell in zip(columns, cells, strict=False)}
         trajectory = named.get("traj", "")
@@ -92,21 +88,51 @@ def parse(text: str, name: str = "workload") -> Workload:
         number = _whole(named, "turn", line, name, 0, MOST_TOKENS)
         own = turns.setdefault(trajectory, {})
         if number in own:
-            raise WorkloadError(f"{name}: line {line}: turn {number} of {trajectory[:40]!r} is there twice")
+            raise WorkloadError(
+                f"{name}: line {line}: turn {number} of {trajectory[:40]!r} is there twice (line {lines[trajectory, number]}, too)"
+            )
+        lines[trajectory, number] = line
         own[number] = Turn(
             _whole(named, "prompt_tokens", line, name, 1, MOST_TOKENS),
             _whole(named, "completion_tokens", line, name, 0, MOST_TOKENS),
             _between(named, "env_time_s", line, name, 0.0, MOST_SECONDS) if named.get("env_time_s") else 0.0,
         )
         if named.get("reward"):
-            rewards[trajectory] = _between(named, "reward", line, name, -MOST_REWARD, MOST_REWARD)
+            reward = _between(named, "reward", line, name, -MOST_REWARD, MOST_REWARD)
+            if rewards.setdefault(trajectory, reward) != reward:
+                raise WorkloadError(
+                    f"{name}: line {line}: reward {reward:g} of {trajectory[:40]!r}, which has {rewards[trajectory]:g} on another row"
+                )
     if not turns:
         raise WorkloadError(f"{name}: line {line + 1}: no data below the header")
+    for trajectory, own in turns.items():
+        numbers = sorted(own)
+        hole = next((before + 1 for before, after in pairwise(numbers) if after != before + 1), None)
+        if hole is not None:
+            raise WorkloadError(
+                f"{name}: line {lines[trajectory, numbers[-1]]}: turn {hole} of {trajectory[:40]!r} is missing"
+            )
     trajectories = tuple(
         Trajectory(trajectory, tuple(own[number] for number in sorted(own)), rewards.get(trajectory, 0.0))
         for trajectory, own in turns.items()
     )
     return Workload(name, trajectories, DELAY_SHARES.get(name, 1.0))
+
+
+def as_csv(trajectories: Iterable[Trajectory]) -> str:
+    """The file that `parse` reads as these trajectories: a row a turn, the reward on the last."""
+    lines = [",".join((*COLUMNS, "reward"))]
+    for trajectory in trajectories:
+        name = trajectory.name
+        if any(each in name for each in ',"\r\n') or name.startswith("#"):
+            name = '"' + name.replace('"', '""') + '"'
+        last = len(trajectory.turns) - 1
+        lines += [
+            f"{name},{index},{turn.prompt_tokens},{turn.completion_tokens},{turn.env_time_s!r},"
+            + (f"{trajectory.reward!r}" if index == last else "")
+            for index, turn in enumerate(trajectory.turns)
+        ]
+    return "\n".join(lines) + "\n"
 
 
 def _whole(cells: dict[str, str], column: str, line: int, name: str, least: int, most: int) -> int:

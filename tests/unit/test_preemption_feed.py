@@ -58,7 +58,7 @@ def test_counts_unsorted_fractional_bom_crlf_gaps_comments() -> None:
     text = "\ufeff# made by hand\r\n available_gpus , TIME_S,zone\r\n4,0,a\r\n\r\n6.9,20.5,a\r\n,15,a\r\n2,10,a\r\n2,12,a\r\n"
     trace = parse(text)
     assert steps(trace) == [(0.0, 4), (10.0, 2), (20.5, 6)]
-    assert trace.warnings == ("line 6: a gap, the value before it holds",)
+    assert trace.warnings == ("line 6: a gap, the value before it holds", "line 5: available_gpus 6.9 is rounded down")
     assert [trace.at(time_s) for time_s in (0, 9.9, 10, 20.4, 1e6)] == [4, 4, 2, 2, 6]
 
 

@@ -1,0 +1,133 @@
+"""What `pearl simulate run` does with its results: several seeds, prices, the sensitivity, the report."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from services.jobfile import ConfigError
+
+if TYPE_CHECKING:
+    from services.simulator.whatif.report.sensitivity import Sensitivity
+    from services.simulator.whatif.result import Result
+
+MOST_COMPARED = 3
+"""Policies whose order the sensitivity looks at: each costs two runs a constant."""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Of the output; prices are the parser's own."""
+    parser.add_argument(
+        "--seeds", type=_count, default=1, metavar="N", help="so many seeds, from --seed on (default: 1)"
+    )
+    parser.add_argument(
+        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
+    )
+    parser.add_argument(
+        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
+    )
+    parser.add_argument(
+        "--sensitivity",
+        action="store_true",
+        help="the best policies again with each constant 20 %% lower and higher: does the conclusion hold? (takes long)",
+    )
+    parser.add_argument("--processes", type=_count, default=None, help="at a time (default: one a core)")
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 1000:
+        raise argparse.ArgumentTypeError(f"{text} is not from 1 to 1000")
+    return value
+
+
+def check(arguments: argparse.Namespace, names: list[str]) -> Path | None:
+    """The folder of the report, before anything long begins. Raises ConfigError."""
+    from services.simulator.whatif.report.write import report_folder
+
+    if arguments.reference and arguments.reference not in names:
+        raise ConfigError(f"--reference {arguments.reference}: one of --policy ({', '.join(names)}) is expected")
+    if arguments.sensitivity and len(names) < 2:
+        raise ConfigError("--sensitivity: name at least two policies, between which the decision is")
+    return None if arguments.report is None else report_folder(arguments.report)
+
+
+def over_seeds(arguments: argparse.Namespace, one: Callable[[argparse.Namespace], Result]) -> list[Result]:
+    """A result a seed, several at a time; says how far it is. `one` is a module's function: it may run in another process."""
+    began_s = time.monotonic()
+    each = [
+        argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + index}) for index in range(arguments.seeds)
+    ]
+    processes = min(len(each), arguments.processes or os.cpu_count() or 1)
+    if processes == 1:
+        return [one(given) for given in each]
+    results: list[Result] = []
+    with ProcessPoolExecutor(processes) as pool:
+        try:
+            for done, result in enumerate(pool.map(one, each), start=1):
+                results.append(result)
+                spent_s = time.monotonic() - began_s
+                left = f", about {spent_s / done * (len(each) - done):.0f} s left" if done < len(each) else ""
+                print(f"{done} of {len(each)} seeds after {spent_s:.0f} s{left}", file=sys.stderr, flush=True)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+    return results
+
+
+def sensitivity_of(arguments: argparse.Namespace, results: list[Result], settings: Any) -> Sensitivity | None:
+    """With `--sensitivity`: the best policy against the reference, and the second best beside them. `settings`: the run's."""
+    if not arguments.sensitivity:
+        return None
+    from services.environments import workload
+    from services.preemption_feed import traces
+    from services.simulator.whatif.report.summary import reference_of, summarise
+    from services.simulator.whatif.sensitivity import examine
+    from services.timing import hardware
+
+    reference = reference_of(results[0], arguments.reference)
+    ranked = sorted(summarise(results, reference), key=lambda each: -each.throughput.mean)
+    order = [each.name for each in ranked if each.name != reference]
+    began_s = time.monotonic()
+
+    def progress(done: int, of: int, told: str) -> None:
+        print(f"  {done}/{of}  {time.monotonic() - began_s:.0f} s  {told}", file=sys.stderr, flush=True)
+
+    print("sensitivity", file=sys.stderr, flush=True)
+    return examine(
+        traces.load(arguments.trace),
+        workload.load(arguments.workload),
+        hardware.load(arguments.hardware),
+        [*order[: MOST_COMPARED - 1], reference],
+        reference=reference,
+        hours=arguments.hours,
+        seed=arguments.seed,
+        settings=settings,
+        processes=arguments.processes,
+        progress=progress,
+    )
+
+
+def finish(
+    arguments: argparse.Namespace, results: list[Result], sensitivity: Sensitivity | None, folder: Path | None
+) -> None:
+    """Write the report; print the tables, unless the output is JSON."""
+    from services.simulator.whatif.report.terminal import print_results
+    from services.simulator.whatif.report.write import write_report
+
+    if folder is not None:
+        command = shlex.join(["pearl", *sys.argv[1:]])
+        write_report(results, folder, reference=arguments.reference, sensitivity=sensitivity, command=command)
+    if arguments.json:
+        return
+    print_results(results, reference=arguments.reference)
+    if sensitivity is not None:
+        print(sensitivity.verdict())
+    if folder is not None:
+        print(f"report: {folder / 'index.html'}")
