@@ -116,7 +116,9 @@ class RequestInterrupted(Bulk, frozen=True, kw_only=True, tag="request.interrupt
     worker: WorkerId
     prefix_len: int
     received: int
-    cause: str  # "interrupted" | "silence" | "gap" | "worker_gone" | "stale" (tokens below min_version, none kept)
+    # "interrupted" | "silence" | "gap" | "worker_gone" | "stale" (tokens below min_version, none kept) | "stop_string" (the
+    # client found one: its reply ends here)
+    cause: str
 
 
 # rollout_worker -> its attempt log (a file beside the worker, MessagePack frames): what the checker holds journals against.

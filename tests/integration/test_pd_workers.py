@@ -38,7 +38,7 @@ from pearl_state.model import Move, RoleTable, Row, change, with_rows
 from pearl_state.store import TableStore
 from pearl_state.watch import Replica
 from services import jobfile
-from services.agent.request import Interruption, Reply, RequestEdge, RequestSpec
+from services.edge.request import Interruption, Reply, RequestEdge, RequestSpec
 from services.checker.collect import frames
 from services.checker.core import Expected, Journalled, check
 from services.connect import connect, connect_tables

@@ -27,7 +27,7 @@ from messages.subjects import message_id, subject_of
 from pearl_state.model import RoleTable, Row
 from services.agent.config import Config
 from services.agent.episode import Episode, SupersededError
-from services.agent.request import RequestEdge
+from services.edge.request import RequestEdge
 from services.agent.service import Agent
 from services.checker.core import Expected, Journalled
 from services.checker.core import check as judge

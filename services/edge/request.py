@@ -17,7 +17,7 @@ from messages.envelope import UndecodableMessage, decode, encode
 from messages.router import AssignRequest
 from messages.subjects import subject_of
 from pearl_state.model import RoleTable
-from services.agent.request_state import (
+from services.edge.request_state import (
     BARREN_MS,
     Ask,
     Cancel,
@@ -37,7 +37,17 @@ from services.agent.request_state import (
 from services.runtime.bus import Bus, BusUnavailable, Delivery, NoReply, Subscription
 from services.runtime.log import get_logger
 
-__all__ = ["Interruption", "OnInterruption", "Reply", "RequestEdge", "RequestFailedError", "RequestSpec"]
+__all__ = [
+    "Interruption",
+    "OnInterruption",
+    "OnTokens",
+    "PolicyMovedError",
+    "Reply",
+    "RequestEdge",
+    "RequestFailedError",
+    "RequestSpec",
+    "RequestState",
+]
 
 ASSIGN_TIMEOUT_S: Final = 2.0
 """A router answers within milliseconds; one that died with the question in hand is asked again after this."""
@@ -45,11 +55,15 @@ GONE_GRACE_S: Final = 0.02
 """A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
 
 
-log = get_logger("agent")
+log = get_logger("edge")
 
 
 class RequestFailedError(Exception):
     """No worker could get on with this request; the message says what the last ones answered."""
+
+
+class PolicyMovedError(RequestFailedError):
+    """The policy became newer than the request allows."""
 
 
 class TableReplica(Protocol):
@@ -61,17 +75,30 @@ class TableReplica(Protocol):
     def on_change(self, callback: Callable[[RoleTable], None]) -> object: ...
 
 
+OnTokens = Callable[[RequestState], int | None]
+"""Called with the state after tokens came. An int: so many are enough, the reply ends there. Must not block or raise."""
+
+AskRouter = Callable[[AssignRequest], Assignment | NotNow]
+"""A router in the same process, which is asked without a message."""
+
+
 class _Running:
     """A request that runs here: its state, what its events asked for, and who waits for that."""
 
-    def __init__(self, state: RequestState) -> None:
+    def __init__(self, state: RequestState, on_tokens: OnTokens | None = None) -> None:
         self.state = state
+        self.on_tokens = on_tokens
         self.effects: list[Effect] = []
         self.wake: asyncio.Future[None] | None = None
 
     def take(self, event: Event, now_ms: float) -> None:
         """Step; wake the waiter only if there is something to do."""
+        known = len(self.state.tokens)
         effects = self.state.step(event, now_ms)
+        if self.on_tokens is not None and len(self.state.tokens) > known:
+            enough = self.on_tokens(self.state)
+            if enough is not None:
+                effects = self.state.stop_at(enough, effects)
         self.effects += effects
         if (effects or self.state.done) and self.wake is not None and not self.wake.done():
             self.wake.set_result(None)
@@ -84,7 +111,14 @@ class RequestEdge:
     """Runs requests to their end. `start` before use; one a process is enough."""
 
     def __init__(
-        self, bus: Bus, job: str, edge: str, *, silence_ms: float, replica: TableReplica | None = None
+        self,
+        bus: Bus,
+        job: str,
+        edge: str,
+        *,
+        silence_ms: float,
+        replica: TableReplica | None = None,
+        ask_router: AskRouter | None = None,
     ) -> None:
         self.late_chunks = 0  # of attempts that are no longer wanted
         self.undecodable = 0
@@ -93,6 +127,7 @@ class RequestEdge:
         self._reply_to = f"pearl.{job}.tok.{edge}"
         self._silence_ms = silence_ms
         self._replica = replica
+        self._ask_router = ask_router
         self._running: dict[str, _Running] = {}
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -112,7 +147,14 @@ class RequestEdge:
         if self._subscription is not None:
             await self._subscription.stop()
 
-    async def generate(self, spec: RequestSpec, on_interruption: OnInterruption) -> Reply:
+    @property
+    def running(self) -> int:
+        """Requests that run here."""
+        return len(self._running)
+
+    async def generate(
+        self, spec: RequestSpec, on_interruption: OnInterruption, on_tokens: OnTokens | None = None
+    ) -> Reply:
         """The whole reply, exactly once. Waits as long as it takes while no worker serves.
 
         `on_interruption` must have stored its argument when it returns; what it raises ends the request. Raises
@@ -120,7 +162,7 @@ class RequestEdge:
         """
         assert spec.request not in self._running, f"request {spec.request} runs here already"
         loop = asyncio.get_running_loop()
-        running = _Running(RequestState(spec, reply_to=self._reply_to, silence_ms=self._silence_ms))
+        running = _Running(RequestState(spec, reply_to=self._reply_to, silence_ms=self._silence_ms), on_tokens)
         state = running.state
         self._running[spec.request] = running
         try:
@@ -131,7 +173,8 @@ class RequestEdge:
                 if state.reply is not None:
                     return state.reply
                 if state.failed:
-                    raise RequestFailedError(f"request {spec.request}: {state.failed}")
+                    kind = PolicyMovedError if state.moved else RequestFailedError
+                    raise kind(f"request {spec.request}: {state.failed}")
                 await _wait(running, loop)
         finally:
             del self._running[spec.request]
@@ -161,6 +204,8 @@ class RequestEdge:
                 await on_interruption(effect.interruption)
 
     async def _ask(self, message: AssignRequest) -> Assignment | NotNow | NoAnswer:
+        if self._ask_router is not None:
+            return self._ask_router(message)
         try:
             answer = await self._bus.request(subject_of(self._job, message), encode(message), ASSIGN_TIMEOUT_S)
             return decode(answer.data, Assignment, NotNow)
