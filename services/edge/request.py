@@ -183,6 +183,17 @@ class RequestEdge:
             if cancel is not None:
                 await self._cancel(cancel)
 
+    def abort(self, request: str) -> bool:
+        """End a request's reply with the tokens it has, as "abort". False if it does not run here."""
+        running = self._running.get(request)
+        if running is None or running.state.done:
+            return running is not None
+        pending = tuple(running.effects)
+        running.effects = list(running.state.stop_at(len(running.state.tokens), pending, "abort"))
+        if running.wake is not None and not running.wake.done():
+            running.wake.set_result(None)
+        return True
+
     async def _execute(self, running: _Running, effect: Effect, on_interruption: OnInterruption) -> None:
         match effect:
             case Ask():

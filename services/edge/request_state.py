@@ -49,7 +49,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply. `finish` is "stop" or "length"; `spans` cover the tokens; times are seconds."""
+    """A whole reply. `finish` is "stop", "length" or, where its client ended it, "abort"; `spans` cover the tokens; times are seconds."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -181,6 +181,11 @@ class RequestState:
                 return self._interrupted("silence", now_ms) if self.assignment is not None else self._ask()
 
     @property
+    def logprobs(self) -> list[float]:
+        """Of `tokens`."""
+        return self._logprobs
+
+    @property
     def done(self) -> bool:
         """The reply is there, or never will be."""
         return self.reply is not None or bool(self.failed)
@@ -196,13 +201,13 @@ class RequestState:
         waiting = held.prefill_worker != "" and len(self.tokens) == self._start
         return waiting and is_lost(table, held.prefill_worker, held.prefill_incarnation, held.prefill_role_generation)
 
-    def stop_at(self, count: int, effects: tuple[Effect, ...]) -> tuple[Effect, ...]:
-        """End the reply with its first `count` tokens, as "stop"; `effects` are those of the step that brought the last.
+    def stop_at(self, count: int, effects: tuple[Effect, ...] = (), finish: str = "stop") -> tuple[Effect, ...]:
+        """End the reply with its first `count` tokens; `effects` are those of the step that brought the last.
 
-        For a client that finds a stop string in the text, which engines do not know of. What the attempt made beyond it is
-        journalled as an interruption, since its worker logs it.
+        For a client that finds a stop string in the text, which engines do not know of, or wants no more ("abort"). What the
+        attempt made beyond it is journalled as an interruption, since its worker logs it.
         """
-        assert 0 < count <= len(self.tokens) and not self.failed
+        assert 0 <= count <= len(self.tokens) and not self.failed
         cancel = self.cancellation()
         worker = self.assignment.worker if self.assignment is not None else WorkerId(self._last_worker)
         journalled = [each.interruption for each in effects if isinstance(each, Journal)]
@@ -212,13 +217,13 @@ class RequestState:
             worker=worker,
             prefix_len=self._start,
             received=max(0, count - self._start),
-            cause="stop_string",
+            cause="stop_string" if finish == "stop" else finish,
         )
         others = tuple(each for each in effects if isinstance(each, Cancel))
         del self.tokens[count:], self._logprobs[count:]
         spans = [msgspec.structs.replace(span, end=min(span.end, count)) for span in self._spans if span.start < count]
         self.deadline_ms = self.assignment = None
-        self.reply = self._reply("stop", worker, cut.attempt, tuple(spans))
+        self.reply = self._reply(finish, worker, cut.attempt, tuple(spans))
         return (*others, Journal(cut)) if cancel is None else (*others, cancel, Journal(cut))
 
     def cancellation(self) -> Cancel | None:
