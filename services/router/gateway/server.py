@@ -65,7 +65,9 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def answer(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """A JSON answer. `Any`: whatever msgspec encodes."""
-    return web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type=JSON)
+    response = web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type=JSON)
+    response.headers["Server"] = SERVER
+    return response
 
 
 def refusal(error: ApiError, *, close: bool = False) -> web.Response:
@@ -103,6 +105,8 @@ class _Protocol(RequestHandler):
         message: str | None = None,
     ) -> web.StreamResponse:
         """Also for bytes that are no HTTP request."""
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer has begun already")
         if status >= 500:
             log.error(f"{type(exc).__name__}: {exc}", action="gateway.error")
             error = of_status(status, "the gateway failed; its log says why")
@@ -291,7 +295,7 @@ class EventStream:
         """Send whole events. Raises ConnectionError where the client is gone or takes nothing."""
         if self.response is None:
             self.response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "Server": SERVER}
             )
             await self.response.prepare(self._call.request)
         try:
