@@ -392,7 +392,7 @@ class OpenAI:
         if over:
             assert choice.reply is not None
             finish = "tool_calls" if calls else choice.reply.finish
-            ending = {"metadata": metadata_of(choice)}
+            ending = versions_told(choice)
             found.append(self._chunk(job, choice, {} if job.kind == "chat" else None, "", finish, {}, ending))
         return found
 
@@ -419,7 +419,7 @@ class OpenAI:
             **self._head(job),
             "choices": [self._choice(job, choice) for choice in job.choices],
             "usage": usage_of(job),
-            "metadata": metadata_of(job.choices[0]),
+            **versions_told(job.choices[0]),
         }
         if job.session is not None:
             body["session_id"] = job.session.id
@@ -441,7 +441,7 @@ class OpenAI:
         if job.token_ids:
             shown["token_ids"] = choice.tokens
         if len(job.choices) > 1:
-            shown["metadata"] = metadata_of(choice)
+            shown |= versions_told(choice)
         return shown
 
     def _message(self, job: _Job, choice: Choice) -> Json:
@@ -554,6 +554,12 @@ def metadata_of(choice: Choice) -> Json:
     """Which versions of the policy made which tokens, as SGLang says it."""
     spans = [{"version": str(span.version), "start": span.start, "end": span.end} for span in choice.spans]
     return {"weight_version": spans[-1]["version"] if spans else None, "weight_versions": spans}
+
+
+def versions_told(choice: Choice) -> Json:
+    """The same for OpenAI's interface, whose clients expect no lists in `metadata`."""
+    found = metadata_of(choice)
+    return {"metadata": {"weight_version": found["weight_version"] or ""}, "weight_versions": found["weight_versions"]}
 
 
 def version_header(choices: Sequence[Choice]) -> dict[str, str]:

@@ -295,7 +295,11 @@ class EventStream:
         """Send whole events. Raises ConnectionError where the client is gone or takes nothing."""
         if self.response is None:
             self.response = web.StreamResponse(
-                headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache", "Server": SERVER}
+                headers={
+                    "Content-Type": "text/event-stream; charset=utf-8",
+                    "Cache-Control": "no-cache",
+                    "Server": SERVER,
+                }
             )
             await self.response.prepare(self._call.request)
         try:
