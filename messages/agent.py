@@ -78,7 +78,7 @@ class VersionSpan(msgspec.Struct, frozen=True):
     end: int
 
 
-# agent -> journal (stream JOURNAL). Durable. Key: (trajectory, retry, turn). Guarded: one writer a trajectory.
+# agent | gateway -> journal (stream JOURNAL). Durable. Key: (trajectory, retry, turn). Guarded: one writer a trajectory.
 class TurnFinished(Bulk, frozen=True, kw_only=True, tag="turn.finished/1", gc=False):
     """One turn: what was sent, what came back, what the environment answered.
 
@@ -105,7 +105,7 @@ class TurnFinished(Bulk, frozen=True, kw_only=True, tag="turn.finished/1", gc=Fa
     cached_tokens: int = 0
 
 
-# agent -> journal. Durable. Key: (request, attempt).
+# agent | gateway -> journal. Durable. Key: (request, attempt).
 class RequestInterrupted(Bulk, frozen=True, kw_only=True, tag="request.interrupted/1", gc=False):
     """Attempt `attempt` ended early: it began at `prefix_len` and `received` tokens of it reached this client."""
 
@@ -116,7 +116,9 @@ class RequestInterrupted(Bulk, frozen=True, kw_only=True, tag="request.interrupt
     worker: WorkerId
     prefix_len: int
     received: int
-    cause: str  # "interrupted" | "silence" | "gap" | "worker_gone" | "stale" (tokens below min_version, none kept)
+    # "interrupted" | "silence" | "gap" | "worker_gone" | "stale" (tokens below min_version, none kept) | "stop_string" (the
+    # client found one: its reply ends here)
+    cause: str
 
 
 # rollout_worker -> its attempt log (a file beside the worker, MessagePack frames): what the checker holds journals against.

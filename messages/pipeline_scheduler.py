@@ -8,7 +8,7 @@ from messages.envelope import Message
 from messages.ids import GroupId, PolicyVersion, TrajectoryId
 
 
-# agent -> pipeline_scheduler, runtime_tracker, monitor. Durable (EV). Key: trajectory (and its retry number).
+# agent | gateway -> pipeline_scheduler, runtime_tracker, monitor. Durable (EV). Key: trajectory (and its retry number).
 class TrajectoryCompleted(Message, frozen=True, kw_only=True, tag="trajectory.completed/1"):
     """A trajectory ended. Its tokens are in the journal, at `journal` (stream sequences, one a turn, in order)."""
 

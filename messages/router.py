@@ -17,3 +17,4 @@ class AssignRequest(Message, frozen=True, kw_only=True, tag="request.assign/1"):
     context_tokens: int  # prompt and prefix so far
     last_worker: str = ""  # where the previous attempt or turn ran; prefix affinity survives a router restart by it
     avoid: tuple[str, ...] = ()  # workers that just refused or lost this request
+    max_version: int = -1  # only workers whose policy is no newer; -1: any

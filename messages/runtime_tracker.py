@@ -6,7 +6,7 @@ from messages.envelope import Message
 from messages.ids import Incarnation, RequestId, Role, RoleGeneration, WorkerId
 
 
-# agent -> runtime_tracker. Core NATS.
+# agent | gateway -> runtime_tracker. Core NATS.
 class RequestFinished(Message, frozen=True, kw_only=True, tag="request.finished/1"):
     """One turn as its edge saw it."""
 

@@ -184,10 +184,32 @@ class EnvironmentSection(_Section, frozen=True, kw_only=True):
 
 
 class AgentSection(_Section, frozen=True, kw_only=True):
-    processes: PositiveInt = 1
+    processes: NonNegativeInt = 1  # 0: every task is left to sessions of the gateway
     concurrency: PositiveInt = 128  # episodes in flight in one agent process
     silence_ms: PositiveInt = 5000  # no chunk for so long: ask for another worker
     task_ack_wait_ms: PositiveInt = 10000  # an agent silent for so long loses its tasks to others
+
+
+class GatewaySection(_Section, frozen=True, kw_only=True):
+    """HTTP in the router's process: OpenAI's and SGLang's interfaces, and sessions that become trajectories."""
+
+    bind: str = ""  # "address:port", e.g. "127.0.0.1:8000"; port 0: any free one; "": no gateway
+    instances: PositiveInt = 1  # router processes, each with a gateway, on consecutive ports from `bind`'s on
+    api_keys_file: str = ""  # one key a line; needed unless `bind` is loopback; "": no key is asked for
+    tls_certificate: str = ""  # PEM files; both or none
+    tls_key: str = ""
+    model: str = ""  # the name clients use; "": the last part of model.path
+    chat_template: str = ""  # a Jinja file; "": the tokenizer's own
+    max_context_tokens: NonNegativeInt = 0  # prompt and reply of a request; 0: pipeline.max_context_tokens
+    max_body_bytes: PositiveInt = 8_388_608
+    max_requests: PositiveInt = 1024  # in flight at once; more are answered 429
+    queue_ms: PositiveInt = (
+        60000  # a request without a first token for so long is answered 429, or 503 if nobody serves
+    )
+    receive_ms: PositiveInt = 30000  # a request must have arrived by then
+    send_ms: PositiveInt = 60000  # a client that takes no byte of its stream for so long is gone
+    max_sessions: PositiveInt = 1024  # open at once
+    session_idle_ms: PositiveInt = 600000  # a session that nobody talks to for so long is abandoned
 
 
 class FeedSection(_Section, frozen=True, kw_only=True):
@@ -245,6 +267,7 @@ class JobFile(_Section, frozen=True, kw_only=True):
     training: TrainingSection = TrainingSection()
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
+    gateway: GatewaySection = GatewaySection()
     feed: FeedSection = FeedSection()
     decision: DecisionSection = DecisionSection()
     timeouts: TimeoutSection = TimeoutSection()
@@ -277,6 +300,39 @@ def rollout_slots(job: JobFile) -> tuple[Slot, ...]:
         for node in job.nodes
         for slot in range(node.gpus // per)
     )
+
+
+def parse_bind(text: str) -> tuple[str, int]:
+    """Address and port of `gateway.bind`; an IPv6 address stands in brackets. Raises ValueError."""
+    address, colon, port = text.rpartition(":")
+    address = address.removeprefix("[").removesuffix("]")
+    if not colon or not address or not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f'{text!r}: write "address:port", such as "127.0.0.1:8000"')
+    return address, int(port)
+
+
+def is_loopback(address: str) -> bool:
+    """Whether only this machine reaches it."""
+    return address == "localhost" or address == "::1" or address.startswith("127.")
+
+
+def _gateway_problems(job: JobFile) -> Iterator[str]:
+    gateway = job.gateway
+    if not gateway.bind:
+        if job.agent.processes == 0:
+            yield "agent.processes = 0: nobody would roll out; set gateway.bind for sessions, or at least one agent"
+        return
+    try:
+        address, port = parse_bind(gateway.bind)
+    except ValueError as error:
+        yield f"gateway.bind = {error}"
+        return
+    if port and port + gateway.instances > 2**16:
+        yield f"gateway.instances = {gateway.instances}: there are not so many ports from {port} on"
+    if not gateway.api_keys_file and not is_loopback(address):
+        yield f"gateway.bind = {gateway.bind!r} is reached from other machines: set gateway.api_keys_file"
+    if bool(gateway.tls_certificate) != bool(gateway.tls_key):
+        yield "gateway.tls_certificate and gateway.tls_key: give both, or none"
 
 
 def parse_policy(text: str) -> tuple[int, int] | None:
@@ -409,6 +465,7 @@ def _problems(job: JobFile) -> Iterator[str]:
     except ValueError as error:
         yield f"decision.policy: {error}"
     yield from _problems_of_cluster(job.nats)
+    yield from _gateway_problems(job)
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

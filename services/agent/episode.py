@@ -26,7 +26,7 @@ from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.runtime_tracker import RequestFinished
 from messages.subjects import decode_on, message_id, stream_of, subject_of
 from services.agent.config import Config
-from services.agent.request import Interruption, OnInterruption, Reply, RequestFailedError, RequestSpec
+from services.edge.request import Interruption, OnInterruption, Reply, RequestFailedError, RequestSpec
 from services.environments.base import Environment, StepResult, Tokenizer
 from services.environments.loading import stop_ids_of
 from services.runtime.bus import Bus, BusUnavailable, WrongLastSequence

@@ -20,8 +20,8 @@ from messages.subjects import TOKEN, decode_on, stream_of, subject_of
 from pearl_state.watch import Replica
 from services.agent.config import PROGRESS_SHARE, Config
 from services.agent.episode import Episode, SupersededError
-from services.agent.request import RequestEdge
 from services.connect import connect
+from services.edge.request import RequestEdge
 from services.environments.loading import environment_factory, load_tokenizer
 from services.jobfile import JobFile
 from services.replica import replica_of

@@ -20,8 +20,8 @@ from messages.rollout_worker import SetRole, UpdateWeights
 from messages.subjects import subject_of
 from pearl_state.model import RoleTable
 from services import jobfile
-from services.agent.request import RequestEdge
 from services.connect import connect
+from services.edge.request import RequestEdge
 from services.jobfile import JobFile
 from services.models import initial_model, read_weights
 from services.nats_server.process import EmbeddedServer

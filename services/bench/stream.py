@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from messages.ids import PolicyVersion, RequestId, TrajectoryId
-from services.agent.request import Interruption, RequestSpec
 from services.bench.cell import Cell, cell, cpu_s, job_in
 from services.bench.figures import Figure, figure, percentile
+from services.edge.request import Interruption, RequestSpec
 from services.models.config import ModelConfig
 from services.rollout_worker.engines.base import Engine, GenerateSpec
 

@@ -91,7 +91,7 @@ def _say(text: str) -> None:
 
 async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figure]:
     """One after the other: two at once would measure each other."""
-    from services.bench import plan, processes, router, snapshot, stream, table
+    from services.bench import gateway, plan, processes, router, snapshot, stream, table
 
     figures: list[Figure] = []
     usage: processes.Usage | None = None
@@ -108,6 +108,8 @@ async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figu
                     figures += await router.measure(folder)
                 case "stream":
                     figures += await stream.measure(folder)
+                case "gateway":
+                    figures += await gateway.measure(folder)
                 case "engine":
                     from services.bench import engine  # torch, and transformers: heavy
 

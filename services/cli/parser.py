@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-FIGURES = ("table", "plan", "router", "stream", "turn", "engine", "snapshot", "memory")
+FIGURES = ("table", "plan", "router", "stream", "turn", "engine", "snapshot", "memory", "gateway")
 """Benchmarks that give figures beside references; the code is in `services.bench`."""
 
 

@@ -73,7 +73,9 @@ class GuessNumber:
 
 class GuessTokenizer:
     """One token a word: `WORDS`, then the numbers from 1. A turn ends at a number, as at `<eos>`; with `chatter_tokens`
-    only where `pipeline.max_new_tokens` ends it, so that all turns are equally long."""
+    only where `pipeline.max_new_tokens` ends it, so that all turns are equally long. As a chat: what was said, in turn."""
+
+    chat_template: Final = "{% for message in messages %}{{ message.content }} {% endfor %}"
 
     def __init__(self, numbers: int = NUMBERS, chatter_tokens: int = 0) -> None:
         self._words = (*WORDS, *(str(number) for number in range(1, numbers + 1)))

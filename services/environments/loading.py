@@ -129,7 +129,10 @@ def _check_options(cls: type[Any], options: dict[str, object], entry: str) -> No
 
 
 class FolderTokenizer:
-    """A Hugging Face tokenizer folder: `tokenizer.json`, and `eos_token` from `tokenizer_config.json`."""
+    """A Hugging Face tokenizer folder: `tokenizer.json`, and `eos_token` from `tokenizer_config.json`.
+
+    `chat_template` (None if the folder has none) and `special_tokens` (`eos_token`, `bos_token`, ...) are for chats.
+    """
 
     def __init__(self, folder: Path) -> None:
         key = "environment.tokenizer"
@@ -148,17 +151,18 @@ class FolderTokenizer:
         except ForeignError as error:
             raise ConfigError(f"{file}: not a tokenizer: {error}") from error
         self.vocab_size = int(self._tokenizer.get_vocab_size())
-        self.eos_id = self._eos(folder)
-
-    def _eos(self, folder: Path) -> int:
         file = folder / "tokenizer_config.json"
         try:
             config = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
         except (OSError, msgspec.MsgspecError) as error:
             raise ConfigError(f"{file}: needed for eos_token: {error}") from error
-        token = config.get("eos_token")
-        if isinstance(token, dict):
-            token = cast("dict[str, Any]", token).get("content")
+        named = {key: _content(value) for key, value in config.items() if key.endswith("_token")}
+        self.special_tokens = {key: value for key, value in named.items() if value is not None}
+        self.chat_template = _chat_template(folder, config)
+        self.eos_id = self._eos(file)
+
+    def _eos(self, file: Path) -> int:
+        token = self.special_tokens.get("eos_token")
         index = self._tokenizer.token_to_id(token) if isinstance(token, str) else None
         if index is None:
             raise ConfigError(f"{file}: eos_token = {token!r} is not a token of tokenizer.json")
@@ -171,3 +175,22 @@ class FolderTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens left out."""
         return str(self._tokenizer.decode(list(ids)))
+
+
+def _content(token: object) -> str | None:
+    """A special token's text, given as such or as an object with `content`."""
+    if isinstance(token, dict):
+        token = cast("dict[str, Any]", token).get("content")
+    return token if isinstance(token, str) else None
+
+
+def _chat_template(folder: Path, config: dict[str, Any]) -> str | None:
+    """Of `chat_template.jinja`, or of the configuration, where it may be one of several: then the one named "default"."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        named = cast("list[dict[str, Any]]", found)
+        found = next((each.get("template") for each in named if each.get("name") == "default"), None)
+    return found if isinstance(found, str) else None

@@ -98,10 +98,15 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         runtime_tracker.NodeHeartbeat,
     ),
     "runtime_tracker": (decision_engine.WorkloadProfile,),
-    "router": (
+    "router": (orchestrator.TableAhead,),
+    "gateway": (
+        pipeline_scheduler.TrajectoryCompleted,
+        agent.TurnFinished,
+        agent.RequestInterrupted,
         rollout_worker.Generate,
         rollout_worker.CancelRequest,
         router.AssignRequest,
+        runtime_tracker.RequestFinished,
         orchestrator.TableAhead,
     ),
     "rollout_worker": (
@@ -142,7 +147,7 @@ FEED_STATE_KEY: Final = "feed"
 
 _SAYS_MORE: Final[dict[str, tuple[str, ...]]] = {
     # replies, which have no subject of their own: where they may go
-    "router": ("_INBOX_agent.>", "_INBOX_router.>", "_INBOX_cli.>"),
+    "router": ("_INBOX_agent.>", "_INBOX_gateway.>", "_INBOX_cli.>"),
     "rollout_worker": ("pearl.{job}.tok.>",),
 }
 
@@ -154,7 +159,8 @@ _HEARS: Final[dict[str, tuple[str, ...]]] = {
     "toggle_manager": ("pearl.{job}.tel.>",),
     "elastic_scheduler": ("pearl.{job}.tel.>",),
     "node_agent": ("pearl.{job}.cmd.node.*", "pearl.{job}.tel.>"),
-    "router": ("pearl.{job}.assign", "pearl.{job}.tel.>", "pearl.{job}.tok.>"),
+    "router": ("pearl.{job}.assign", "pearl.{job}.tel.>"),
+    "gateway": ("pearl.{job}.tok.>",),
     "rollout_worker": ("pearl.{job}.cmd.worker.*", "pearl.{job}.gen.*"),
     "trainer": ("pearl.{job}.cmd.trainer",),
     "agent": ("pearl.{job}.tok.>",),
@@ -295,7 +301,7 @@ def _service_user(job: JobFile, service: str) -> User:
         publish += [f"$JS.API.STREAM.PURGE.{journal}", f"$JS.API.STREAM.PURGE.{tasks}"]
     elif service == "trainer":
         publish += reading(journal)
-    elif service == "agent":
+    elif service in ("agent", "gateway"):
         publish += [*consuming(tasks, "agents"), *reading(tasks), *reading(journal), *reading(ev)]
     elif service in ("cli", "monitor"):
         for stream in app_streams(name):

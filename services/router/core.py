@@ -106,9 +106,10 @@ class RouterCore:
         if not self._decoders:
             return self._not_now(request, self.config.nobody_retry_ms, "no worker")
         affine = self._affine(request)
-        able = self._able(request.min_version, affine)
+        able = self._able(request, affine)
         if not able:
-            reason = f"no worker at version {request.min_version}"
+            exact = request.max_version >= 0
+            reason = f"no worker at version {request.min_version}{f' to {request.max_version}' if exact else ''}"
             return self._not_now(request, self.config.nobody_retry_ms, reason)
         if request.avoid:
             avoided = frozenset(request.avoid)
@@ -138,13 +139,16 @@ class RouterCore:
         worth = min(self.config.max_running // 2, 1 + context_tokens // self.config.tokens_per_request)
         return affine if affine.load <= least.load + worth else least
 
-    def _able(self, min_version: PolicyVersion, affine: Seat | None) -> list[Seat]:
+    def _able(self, request: AssignRequest, affine: Seat | None) -> list[Seat]:
         """Workers that may run the request: at its version, decode workers only with a prefill worker of theirs."""
+        oldest, newest = request.min_version, request.max_version
         versions = frozenset(seat.row.version for seat in self._prefillers)
         able = [
             seat
             for seat in self._decoders
-            if seat.row.version >= min_version and (seat.row.role is Role.COLOCATED or seat.row.version in versions)
+            if seat.row.version >= oldest
+            and not 0 <= newest < seat.row.version
+            and (seat.row.role is Role.COLOCATED or seat.row.version in versions)
         ]
         self._turn += 1
         start = self._turn % len(able) if able else 0

@@ -1,4 +1,5 @@
-"""Router process: answers assignment requests from the replica of the role table and the workers' heartbeats.
+"""Router process: answers assignment requests from the replica of the role table and the workers' heartbeats. With
+`gateway.bind` it has an HTTP gateway beside it (`gateway/`), which asks it without a message.
 
 Owns nothing that must survive. Never talks to a worker, never sees a token. Driven by requests, heartbeats and table
 changes. Many may run: they share the requests by queue group. A core subscription and no `CoreHost`: nothing is
@@ -8,9 +9,10 @@ checkpointed, and an answer must not wait for a write.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 
-from messages.agent import Assignment
+from messages.agent import Assignment, NotNow
 from messages.envelope import UndecodableMessage, encode
 from messages.router import AssignRequest
 from messages.runtime_tracker import WorkerHeartbeat
@@ -33,15 +35,22 @@ MOST_DEAD_WAITING = 256
 log = get_logger("router")
 
 
-async def serve(job: JobFile, stop: asyncio.Event) -> None:
-    """Answer until `stop` is set. Raises BusUnavailable."""
+async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:
+    """Answer until `stop` is set, as router process `index`. Raises ConfigError, BusUnavailable."""
     bus = await connect(job, "router")
     replica = replica_of(bus, job.job.name)
     try:
         router = Router(Config.of(job), bus, job.job.name)
         replica.on_change(router.on_table)
         await replica.start(bus, job.job.name)
-        await router.run(stop)
+        async with contextlib.AsyncExitStack() as stack:
+            if job.gateway.bind:
+                from services.router.gateway.service import (
+                    serving,  # an HTTP server and templates: for those who use it
+                )
+
+                await stack.enter_async_context(serving(job, index, replica, router.place))
+            await router.run(stop)
     finally:
         await replica.stop()
         await bus.close()
@@ -87,6 +96,17 @@ class Router:
         text = f"{self.assigned} assigned, {self.not_now} not now, {self.refused} refused, {requests.dropped} dropped"
         log.info(text, action="router.stopped")
 
+    def place(self, request: AssignRequest) -> Assignment | NotNow:
+        """Answer an edge in this process."""
+        return self._count(self.core.assign(request, self._clock()))
+
+    def _count(self, reply: Assignment | NotNow) -> Assignment | NotNow:
+        if isinstance(reply, Assignment):
+            self.assigned += 1
+        else:
+            self.not_now += 1
+        return reply
+
     async def answer(self, delivery: Delivery) -> None:
         """Answer one request, or put it aside for the dead-letter stream."""
         try:
@@ -101,12 +121,8 @@ class Router:
         if not delivery.reply:
             self._refuse(delivery, "an assignment request without a reply subject")
             return
-        if isinstance(reply, Assignment):
-            self.assigned += 1
-        else:
-            self.not_now += 1
         try:
-            await self._bus.publish(delivery.reply, encode(reply))
+            await self._bus.publish(delivery.reply, encode(self._count(reply)))
         except BusError as error:  # the client asks again
             log.warning(f"a reply was lost: {error}", action="router.reply_lost")
 

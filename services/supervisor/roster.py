@@ -36,6 +36,11 @@ def roster(job: JobFile, *, standby_orchestrators: int = 1) -> tuple[ServiceProc
     processes += [
         ServiceProcess(f"orchestrator-standby{index}", "orchestrator") for index in range(standby_orchestrators)
     ]
+    if job.gateway.bind:
+        processes += [
+            ServiceProcess(f"router-{index}", "router", ("--index", str(index)))
+            for index in range(1, job.gateway.instances)
+        ]
     shared = range(len(fleets(job)))
     processes += [
         ServiceProcess(f"emulated_fleet-{index}", "emulated_fleet", ("--index", str(index))) for index in shared

@@ -38,10 +38,10 @@ from pearl_state.model import Move, RoleTable, Row, change, with_rows
 from pearl_state.store import TableStore
 from pearl_state.watch import Replica
 from services import jobfile
-from services.agent.request import Interruption, Reply, RequestEdge, RequestSpec
 from services.checker.collect import frames
 from services.checker.core import Expected, Journalled, check
 from services.connect import connect, connect_tables
+from services.edge.request import Interruption, Reply, RequestEdge, RequestSpec
 from services.jobfile import JobFile
 from services.models import initial_model, read_weights
 from services.nats_server.process import EmbeddedServer
@@ -84,6 +84,8 @@ M = TypeVar("M", bound=Message)
 class Cluster:
     """Worker processes, one router, one edge, and a test in the place of orchestrator and executors."""
 
+    vocabulary = VOCAB
+
     def __init__(self, job: JobFile, path: Path) -> None:
         self.job = job
         self.path = path
@@ -110,7 +112,7 @@ class Cluster:
                 stderr=log,
             )
         stack.push_async_callback(self.end_processes)
-        folder = initial_model(self.job, VOCAB)
+        folder = initial_model(self.job, self.vocabulary)
         self.snapshot = write_snapshot(read_weights(folder), self.job.run_dir / "snapshots", 0, folder)
         self.bus, self.eyes = await connect(self.job, "cluster_rebuilder"), await connect(self.job, "cli")
         tables = await connect_tables(self.job)
@@ -177,7 +179,7 @@ class Cluster:
 
     async def facts(self, kind: type[M], count: int, holds: Callable[[Any], bool] = lambda _: True) -> dict[str, M]:
         """Facts of `count` workers."""
-        async with asyncio.timeout(25):
+        async with asyncio.timeout(90):
             while True:
                 found: dict[str, M] = {}
                 async for delivery in self.eyes.read(stream("pd", "ev"), event_subject("pd", kind)):
@@ -270,7 +272,7 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 - other processes have no event for it
             await asyncio.sleep(0.005)
 

@@ -17,10 +17,10 @@ from typing import Any
 import messages
 from pearl_state import plan, progress, store, watch
 from services.agent.episode import Episode
-from services.agent.request_state import RequestState
 from services.agent.service import Agent
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine import choose, makespan
+from services.edge.request_state import RequestState
 from services.elastic_scheduler.core import ElasticSchedulerCore
 from services.node_agent.core import NodeAgentCore
 from services.orchestrator import core as orchestrator_core

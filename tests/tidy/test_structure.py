@@ -30,7 +30,7 @@ PURE = sorted(
     }
 )
 IMPURE_MODULES = {"asyncio", "nats", "torch", "time", "random", "logging", "os", "subprocess", "socket", "threading"}
-LIBRARIES = {"runtime", "models", "environments", "timing"}
+LIBRARIES = {"runtime", "models", "environments", "timing", "edge"}
 """Folders of services/ that any service may import: they are libraries, not actors."""
 SHARED_FILES = {"csvtable", "jobfile", "connect", "durable", "snapshot", "profile", "replica"}
 READERS = {"bench", "cli", "emulated_fleet", "monitor", "supervisor", "simulator", "checker"}

@@ -80,7 +80,7 @@ def test_processes_are_counted_by_service(process: str, service: str) -> None:
 
 def test_every_name_is_a_benchmark() -> None:
     assert {name for name in FIGURES if name not in ("turn", "memory")} == {
-        "table", "plan", "router", "stream", "engine", "snapshot",
+        "table", "plan", "router", "stream", "engine", "snapshot", "gateway",
     }  # fmt: skip
     assert processes.COUNTED
     assert build_parser().parse_args(["bench"]).name == "all"

@@ -27,10 +27,10 @@ from messages.subjects import message_id, subject_of
 from pearl_state.model import RoleTable, Row
 from services.agent.config import Config
 from services.agent.episode import Episode, SupersededError
-from services.agent.request import RequestEdge
 from services.agent.service import Agent
 from services.checker.core import Expected, Journalled
 from services.checker.core import check as judge
+from services.edge.request import RequestEdge
 from services.environments.base import StepResult
 from services.jobfile import AgentSection, EnvironmentSection, JobFile, PipelineSection
 from services.runtime.bus import StreamSpec

@@ -21,7 +21,6 @@ SENDER = re.compile(r"^# ([^\n]+?) -> [^\n]*\n(?:#[^\n]*\n)*class (\w+)\(", re.M
 SPELLED = {
     "executor": ("cluster_rebuilder", "toggle_manager"),
     "executors": ("cluster_rebuilder", "toggle_manager"),
-    "gateway": ("router",),
     "anyone": ("cli",),
     "preemption_feed": ("feed",),
 }

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from messages.agent import Assignment, NotNow, TokenChunk, VersionSpan
 from messages.ids import Activity, Role, Zone
 from pearl_state.model import RoleTable, Row
-from services.agent.request_state import (
+from services.edge.request_state import (
     LIVES,
     Ask,
     Cancel,

@@ -109,6 +109,7 @@ class EmulatedEngine:
         address: str = "127.0.0.1",
         prepared_s: float = 0.0,
         limits: Limits = LIMITS,
+        flush_s: float = FLUSH_S,
     ) -> None:
         self.hardware = hardware
         self._rollout = rollout
@@ -116,6 +117,7 @@ class EmulatedEngine:
         self._address = address
         self._prepared_s = prepared_s
         self._limits = limits
+        self._flush_s = flush_s
         self._model = EngineModel(
             hardware,
             max_running=rollout.max_running,
@@ -453,7 +455,7 @@ class EmulatedEngine:
     # ---- the clock ----
 
     async def _drive(self) -> None:
-        """Follow the model: at its events, and every FLUSH_S while replies run."""
+        """Follow the model: at its events, and every `flush_s` while replies run."""
         loop = asyncio.get_running_loop()
         while True:
             self._advance()
@@ -469,7 +471,7 @@ class EmulatedEngine:
         next_s = self._model.next_event_s()
         if next_s == NEVER:
             return None
-        return max(0.0, min(self._clock.real(next_s - self._clock.now()), FLUSH_S))
+        return max(0.0, min(self._clock.real(next_s - self._clock.now()), self._flush_s))
 
     def _wake_up(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -504,7 +506,7 @@ class EmulatedEngine:
 
     def _hand_out_due(self, now: float) -> None:
         for number, reply in self._replies.items():
-            if now - reply.sent_at >= FLUSH_S:
+            if now - reply.sent_at >= self._flush_s:
                 self._hand_out_running(number, reply)
 
     def _hand_out_all(self) -> None:

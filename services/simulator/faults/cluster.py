@@ -42,15 +42,15 @@ from messages.orchestrator import TargetConfiguration
 from messages.subjects import stream, subject_of, telemetry_subject
 from pearl_state.model import Pair, RoleTable, Row
 from pearl_state.watch import Replica
-from services.agent.request import RequestEdge
-from services.agent.request_state import Effect as RequestEffect
-from services.agent.request_state import Event as RequestEvent
-from services.agent.request_state import RequestState
 from services.agent.service import Agent
 from services.cluster_rebuilder.config import Config as RebuilderConfig
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine.config import Config as DecisionConfig
 from services.decision_engine.core import DecisionEngineCore
+from services.edge.request import RequestEdge
+from services.edge.request_state import Effect as RequestEffect
+from services.edge.request_state import Event as RequestEvent
+from services.edge.request_state import RequestState
 from services.elastic_scheduler.config import Config as ElasticConfig
 from services.elastic_scheduler.core import ElasticSchedulerCore
 from services.jobfile import (

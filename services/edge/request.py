@@ -17,7 +17,7 @@ from messages.envelope import UndecodableMessage, decode, encode
 from messages.router import AssignRequest
 from messages.subjects import subject_of
 from pearl_state.model import RoleTable
-from services.agent.request_state import (
+from services.edge.request_state import (
     BARREN_MS,
     Ask,
     Cancel,
@@ -37,7 +37,17 @@ from services.agent.request_state import (
 from services.runtime.bus import Bus, BusUnavailable, Delivery, NoReply, Subscription
 from services.runtime.log import get_logger
 
-__all__ = ["Interruption", "OnInterruption", "Reply", "RequestEdge", "RequestFailedError", "RequestSpec"]
+__all__ = [
+    "Interruption",
+    "OnInterruption",
+    "OnTokens",
+    "PolicyMovedError",
+    "Reply",
+    "RequestEdge",
+    "RequestFailedError",
+    "RequestSpec",
+    "RequestState",
+]
 
 ASSIGN_TIMEOUT_S: Final = 2.0
 """A router answers within milliseconds; one that died with the question in hand is asked again after this."""
@@ -45,11 +55,15 @@ GONE_GRACE_S: Final = 0.02
 """A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
 
 
-log = get_logger("agent")
+log = get_logger("edge")
 
 
 class RequestFailedError(Exception):
     """No worker could get on with this request; the message says what the last ones answered."""
+
+
+class PolicyMovedError(RequestFailedError):
+    """The policy became newer than the request allows."""
 
 
 class TableReplica(Protocol):
@@ -61,17 +75,30 @@ class TableReplica(Protocol):
     def on_change(self, callback: Callable[[RoleTable], None]) -> object: ...
 
 
+OnTokens = Callable[[RequestState], int | None]
+"""Called with the state after tokens came. An int: so many are enough, the reply ends there. Must not block or raise."""
+
+AskRouter = Callable[[AssignRequest], Assignment | NotNow]
+"""A router in the same process, which is asked without a message."""
+
+
 class _Running:
     """A request that runs here: its state, what its events asked for, and who waits for that."""
 
-    def __init__(self, state: RequestState) -> None:
+    def __init__(self, state: RequestState, on_tokens: OnTokens | None = None) -> None:
         self.state = state
+        self.on_tokens = on_tokens
         self.effects: list[Effect] = []
         self.wake: asyncio.Future[None] | None = None
 
     def take(self, event: Event, now_ms: float) -> None:
         """Step; wake the waiter only if there is something to do."""
+        known = len(self.state.tokens)
         effects = self.state.step(event, now_ms)
+        if self.on_tokens is not None and len(self.state.tokens) > known:
+            enough = self.on_tokens(self.state)
+            if enough is not None:
+                effects = self.state.stop_at(enough, effects)
         self.effects += effects
         if (effects or self.state.done) and self.wake is not None and not self.wake.done():
             self.wake.set_result(None)
@@ -92,6 +119,7 @@ class RequestEdge:
         silence_ms: float,
         replica: TableReplica | None = None,
         make_state: type[RequestState] = RequestState,
+        ask_router: AskRouter | None = None,
     ) -> None:
         """`make_state`: what holds a request (a subclass may watch it)."""
         self.late_chunks = 0  # of attempts that are no longer wanted
@@ -102,6 +130,7 @@ class RequestEdge:
         self._silence_ms = silence_ms
         self._replica = replica
         self._make_state = make_state
+        self._ask_router = ask_router
         self._running: dict[str, _Running] = {}
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -121,7 +150,14 @@ class RequestEdge:
         if self._subscription is not None:
             await self._subscription.stop()
 
-    async def generate(self, spec: RequestSpec, on_interruption: OnInterruption) -> Reply:
+    @property
+    def running(self) -> int:
+        """Requests that run here."""
+        return len(self._running)
+
+    async def generate(
+        self, spec: RequestSpec, on_interruption: OnInterruption, on_tokens: OnTokens | None = None
+    ) -> Reply:
         """The whole reply, exactly once. Waits as long as it takes while no worker serves.
 
         `on_interruption` must have stored its argument when it returns; what it raises ends the request. Raises
@@ -129,7 +165,8 @@ class RequestEdge:
         """
         assert spec.request not in self._running, f"request {spec.request} runs here already"
         loop = asyncio.get_running_loop()
-        running = _Running(self._make_state(spec, reply_to=self._reply_to, silence_ms=self._silence_ms))
+        made = self._make_state(spec, reply_to=self._reply_to, silence_ms=self._silence_ms)
+        running = _Running(made, on_tokens)
         state = running.state
         self._running[spec.request] = running
         try:
@@ -140,7 +177,8 @@ class RequestEdge:
                 if state.reply is not None:
                     return state.reply
                 if state.failed:
-                    raise RequestFailedError(f"request {spec.request}: {state.failed}")
+                    kind = PolicyMovedError if state.moved else RequestFailedError
+                    raise kind(f"request {spec.request}: {state.failed}")
                 await _wait(running, loop)
         finally:
             del self._running[spec.request]
@@ -148,6 +186,17 @@ class RequestEdge:
             cancel = state.cancellation()
             if cancel is not None:
                 await self._cancel(cancel)
+
+    def abort(self, request: str) -> bool:
+        """End a request's reply with the tokens it has, as "abort". False if it does not run here."""
+        running = self._running.get(request)
+        if running is None or running.state.done:
+            return running is not None
+        pending = tuple(running.effects)
+        running.effects = list(running.state.stop_at(len(running.state.tokens), pending, "abort"))
+        if running.wake is not None and not running.wake.done():
+            running.wake.set_result(None)
+        return True
 
     async def _execute(self, running: _Running, effect: Effect, on_interruption: OnInterruption) -> None:
         match effect:
@@ -170,6 +219,8 @@ class RequestEdge:
                 await on_interruption(effect.interruption)
 
     async def _ask(self, message: AssignRequest) -> Assignment | NotNow | NoAnswer:
+        if self._ask_router is not None:
+            return self._ask_router(message)
         try:
             answer = await self._bus.request(subject_of(self._job, message), encode(message), ASSIGN_TIMEOUT_S)
             return decode(answer.data, Assignment, NotNow)

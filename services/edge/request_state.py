@@ -45,10 +45,11 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     stop_ids: list[int]
     min_version: PolicyVersion
     last_worker: str = ""
+    max_version: int = -1  # no token of a newer policy is taken: the request fails then; -1: any
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
-    """A whole reply. `finish` is "stop" or "length"; `spans` cover the tokens; times are seconds."""
+    """A whole reply. `finish` is "stop", "length" or, where its client ended it, "abort"; `spans` cover the tokens; times are seconds."""
 
     tokens: list[int]
     logprobs: list[float]
@@ -133,6 +134,7 @@ class RequestState:
         self.spec = spec
         self.reply: Reply | None = None
         self.failed = ""
+        self.moved = False  # failed because the policy is newer than `max_version` by now
         self.deadline_ms: float | None = None  # when to step with Elapsed
         self.assignment: Assignment | None = None  # of the attempt that is outstanding
         self.attempt = 1
@@ -179,6 +181,11 @@ class RequestState:
                 return self._interrupted("silence", now_ms) if self.assignment is not None else self._ask()
 
     @property
+    def logprobs(self) -> list[float]:
+        """Of `tokens`."""
+        return self._logprobs
+
+    @property
     def done(self) -> bool:
         """The reply is there, or never will be."""
         return self.reply is not None or bool(self.failed)
@@ -193,6 +200,31 @@ class RequestState:
         # A prefill worker has done its part once the first token is there.
         waiting = held.prefill_worker != "" and len(self.tokens) == self._start
         return waiting and is_lost(table, held.prefill_worker, held.prefill_incarnation, held.prefill_role_generation)
+
+    def stop_at(self, count: int, effects: tuple[Effect, ...] = (), finish: str = "stop") -> tuple[Effect, ...]:
+        """End the reply with its first `count` tokens; `effects` are those of the step that brought the last.
+
+        For a client that finds a stop string in the text, which engines do not know of, or wants no more ("abort"). What the
+        attempt made beyond it is journalled as an interruption, since its worker logs it.
+        """
+        assert 0 <= count <= len(self.tokens) and not self.failed
+        cancel = self.cancellation()
+        worker = self.assignment.worker if self.assignment is not None else WorkerId(self._last_worker)
+        journalled = [each.interruption for each in effects if isinstance(each, Journal)]
+        cut = Interruption(
+            request=self.spec.request,
+            attempt=journalled[-1].attempt if journalled else self.attempt,
+            worker=worker,
+            prefix_len=self._start,
+            received=max(0, count - self._start),
+            cause="stop_string" if finish == "stop" else finish,
+        )
+        others = tuple(each for each in effects if isinstance(each, Cancel))
+        del self.tokens[count:], self._logprobs[count:]
+        spans = [msgspec.structs.replace(span, end=min(span.end, count)) for span in self._spans if span.start < count]
+        self.deadline_ms = self.assignment = None
+        self.reply = self._reply(finish, worker, cut.attempt, tuple(spans))
+        return (*others, Journal(cut)) if cancel is None else (*others, cancel, Journal(cut))
 
     def cancellation(self) -> Cancel | None:
         """What tells the workers that nobody wants this any more."""
@@ -217,6 +249,7 @@ class RequestState:
                     context_tokens=len(spec.prompt) + len(self.tokens),
                     last_worker=self._last_worker,
                     avoid=self._avoid,
+                    max_version=self.spec.max_version,
                 )
             ),
         )
@@ -289,6 +322,8 @@ class RequestState:
         if end > have:
             if chunk.version < self.spec.min_version:
                 return self._interrupted("stale", now_ms)  # not a token of it is kept
+            if 0 <= self.spec.max_version < chunk.version:
+                return self._moved(chunk.version)
             self._take(chunk, have - chunk.offset, now_ms)
         elif chunk.tokens:
             self.duplicates += 1
@@ -388,18 +423,29 @@ class RequestState:
         assert held is not None
         self.deadline_ms = None
         self.assignment = None
-        self.reply = Reply(
+        self.reply = self._reply(finish, held.worker, self.attempt, tuple(self._spans))
+        return ()
+
+    def _reply(self, finish: str, worker: WorkerId, attempts: int, spans: tuple[VersionSpan, ...]) -> Reply:
+        return Reply(
             tokens=self.tokens,
             logprobs=self._logprobs,
-            spans=tuple(self._spans),
+            spans=spans,
             finish=finish,
-            attempts=self.attempt,
-            worker=held.worker,
+            attempts=attempts,
+            worker=worker,
             cached_tokens=self._cached,
             queue_s=max(0.0, self._first_ms - self._began_ms) / 1000 if self.tokens else 0.0,
             decode_s=(self._last_ms - self._first_ms) / 1000,
         )
-        return ()
+
+    def _moved(self, version: PolicyVersion) -> tuple[Effect, ...]:
+        """Weights were swapped under a request that wants no newer ones."""
+        cancel = self.cancellation()
+        self.assignment = self.deadline_ms = None
+        self.moved = True
+        self.failed = f"the policy is at version {version} by now, at most {self.spec.max_version} was asked for"
+        return (cancel,) if cancel is not None else ()
 
 
 def _backoff(first_ms: int, tries: int) -> float:

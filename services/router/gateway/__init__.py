@@ -1,0 +1,1 @@
+"""The HTTP gateway of a router process: OpenAI's and SGLang's interfaces, and sessions that become trajectories."""

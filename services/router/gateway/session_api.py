@@ -1,0 +1,113 @@
+"""Sessions over HTTP: open one, look at it, post its reward, give it up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from services.router.gateway import api
+from services.router.gateway.errors import ApiError
+from services.router.gateway.server import Call, answer
+from services.router.gateway.sessions import Result, Session, session_of
+from services.router.gateway.trajectories import Trajectories
+
+
+class SessionApi:
+    """The endpoints. Raises ApiError."""
+
+    def __init__(self, trajectories: Trajectories) -> None:
+        self._trajectories = trajectories
+
+    async def open(self, call: Call) -> web.StreamResponse:
+        """POST /v1/sessions"""
+        body = api.parse(call.body or b"{}", api.OpenSession)
+        session = await self._trajectories.open(train=body.train, wait_s=body.wait_s, task=body.task)
+        return answer({**described(session), "key": self._trajectories.key_of(session)}, 201)
+
+    async def show(self, call: Call) -> web.StreamResponse:
+        """GET /v1/sessions/{id}"""
+        result = self._trajectories.book.result(call.rest)
+        if result is not None:
+            self._check_owner(call)
+            return answer(msgspec.structs.asdict(result))
+        return answer(described(self._find(call)))
+
+    async def trajectory(self, call: Call) -> web.StreamResponse:
+        """GET /v1/sessions/{id}/trajectory: the tokens of its path so far."""
+        session = self._find(call)
+        turns = [
+            {
+                "prompt_new": turn.asked.prompt_new,
+                "reply": turn.reply,
+                "logprobs": turn.logprobs,
+                "versions": [{"version": span.version, "start": span.start, "end": span.end} for span in turn.spans],
+                "finish": turn.finish,
+                "attempts": turn.attempts,
+                "text": turn.action,
+            }
+            for turn in (session.trained() if session.turns else ())
+        ]
+        return answer({"id": session.id, "trajectory": session.trajectory, "turns": turns})
+
+    async def reward(self, call: Call) -> web.StreamResponse:
+        """POST /v1/sessions/{id}/reward. Posted again, it is answered as the first time."""
+        body = api.parse(call.body, api.PostReward)
+        self._check_owner(call)
+        known = self._trajectories.book.result(call.rest)
+        if known is None:
+            known = await self._trajectories.reward(self._find(call), body.reward, body.status)
+        if (known.reward, known.status) != (body.reward, body.status):
+            raise _over(known)
+        return answer(msgspec.structs.asdict(known))
+
+    async def abandon(self, call: Call) -> web.StreamResponse:
+        """DELETE /v1/sessions/{id}"""
+        self._check_owner(call)
+        known = self._trajectories.book.result(call.rest)
+        if known is None:
+            known = await self._trajectories.abandon(self._find(call), "given up by its client")
+        return answer(msgspec.structs.asdict(known))
+
+    def _find(self, call: Call) -> Session:
+        self._check_owner(call)
+        return self._trajectories.book.find(call.rest)
+
+    @staticmethod
+    def _check_owner(call: Call) -> None:
+        """A session's key opens that session only."""
+        owner = session_of(call.key)
+        if owner and owner != call.rest:
+            raise ApiError(403, "this key is another session's", code="wrong_session")
+
+
+def described(session: Session) -> dict[str, Any]:
+    """A session for people and programs. `task_seed` says which task it is: sessions of a group share it."""
+    task = session.task
+    return {
+        "id": session.id,
+        "status": "open",
+        "trajectory": session.trajectory,
+        "task": None
+        if task is None
+        else {
+            "task_seed": task.task_seed,
+            "group": task.group,
+            "batch": task.batch,
+            "retry": task.retry,
+            "min_version": task.min_version,
+            "temperature": task.temperature,
+            "evaluation": task.evaluation,
+        },
+        "turns": len(session.turns),
+        "turns_off_path": len(session.turns) - len(session.path(len(session.turns) - 1)) if session.turns else 0,
+        "running": session.running,
+        "generated_tokens": sum(len(turn.reply) for turn in session.turns),
+    }
+
+
+def _over(known: Result) -> ApiError:
+    return ApiError(
+        409, f"session {known.session} ended as {known.status} with reward {known.reward}", code="session_ended"
+    )

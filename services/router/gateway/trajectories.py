@@ -1,0 +1,400 @@
+"""What makes trajectories of sessions: tasks from the queue, the journal, ends of trajectories, telemetry.
+
+Owns: the rollout tasks of open sessions, kept by progress reports as agents keep theirs, and given back when the process
+stops. Never decides what is rolled out. Driven by HTTP (`open`, `reward`, `abandon`) and by time (`keep`).
+
+Invariants:
+- A task is acknowledged only when its trajectory's end is in the stream.
+- Turns are journalled when the reward is posted, all at once, in order, guarded by the last sequence on the trajectory's
+  subject: until then a harness may rewrite its history, and a gateway that dies loses its sessions anyway, since no one can
+  make their clients repeat themselves. Their tasks then go to others. Interruptions are journalled as they happen.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+from typing import Final
+
+from messages.agent import RequestInterrupted, RolloutTask, TurnFinished
+from messages.envelope import UndecodableMessage, encode
+from messages.ids import TrajectoryId
+from messages.pipeline_scheduler import TrajectoryCompleted
+from messages.runtime_tracker import RequestFinished
+from messages.subjects import decode_on, message_id, stream_of, subject_of
+from services.edge.request import Interruption, Reply
+from services.router.gateway.config import Config, digest_of
+from services.router.gateway.errors import ApiError
+from services.router.gateway.sessions import KEY_PREFIX, Result, Session, SessionBook, Turn, end_of
+from services.runtime.bus import Bus, BusError, BusUnavailable, Consumer, Delivery, WrongLastSequence
+from services.runtime.clock import Clock, now_ms
+from services.runtime.dead_letters import dead_letter
+from services.runtime.log import get_logger
+
+KEEP_S: Final = 0.5
+"""How often sessions and tasks are looked after."""
+PROGRESS_SHARE: Final = 3
+"""A task's acknowledgement is extended this often within its wait."""
+RETRY_S: Final = 1.0
+
+log = get_logger("gateway")
+
+
+class Trajectories:
+    """Sessions of one gateway and what they become. `start`, then `keep` in a task, `stop` at the end."""
+
+    def __init__(self, config: Config, bus: Bus, instance: str, clock: Clock = now_ms) -> None:
+        self.book = SessionBook(config.max_sessions)
+        self.lost_records = 0  # interruptions of plain requests that could not be journalled
+        self._config = config
+        self._bus = bus
+        self._instance = instance
+        self._clock = clock
+        self._consumer: Consumer | None = None
+        self._held: dict[str, Delivery] = {}  # by session: the newest delivery of its task
+        self._locks: dict[str, asyncio.Lock] = {}
+        self._opened = 0
+        self._progress_ms = 0
+
+    # --- opening
+
+    async def open(self, *, train: bool, wait_s: float, task: RolloutTask | None) -> Session:
+        """A new session. Raises ApiError."""
+        self.book.check_room()
+        if task is not None:
+            return self._begin(task, await self._resume(task))
+        if not train:
+            return self._begin(None, 0)
+        delivery, task = await self._take(wait_s)
+        try:
+            # A gateway that wrote turns of this try and died before its end: nobody can go on with it.
+            journal_seq = await self._resume(task)
+            session = self._begin(task, journal_seq)
+        except ApiError as error:
+            await self._give_back(delivery, None if error.code == "task_ended" else RETRY_S)
+            raise
+        self._held[session.id] = delivery
+        return session
+
+    async def _take(self, wait_s: float) -> tuple[Delivery, RolloutTask]:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + wait_s
+        consumer = await self._tasks()
+        while True:
+            try:
+                deliveries = await asyncio.shield(self._fetch(consumer, max(0.05, min(1.0, deadline - loop.time()))))
+            except BusError as error:
+                raise ApiError(503, f"the task queue is away: {error}", code="no_bus", retry_after_s=1) from error
+            for delivery in deliveries:
+                try:
+                    task = decode_on(self._config.job, delivery.subject, delivery.data, RolloutTask)
+                except UndecodableMessage as error:
+                    await self._refuse(consumer, delivery, error.reason)
+                    continue
+                known = self.book.of_task(task.trajectory, task.retry)
+                if known is not None:  # delivered again although it is held here: a progress report came too late
+                    self._held[known.id] = delivery
+                    continue
+                return delivery, task
+            if loop.time() >= deadline:
+                raise ApiError(
+                    429,
+                    f"no rollout task within {wait_s:g} s: all that may run are taken",
+                    code="no_task",
+                    retry_after_s=2,
+                )
+
+    async def _fetch(self, consumer: Consumer, wait_s: float) -> list[Delivery]:
+        return list(await consumer.fetch(1, wait_s))
+
+    async def _tasks(self) -> Consumer:
+        if self._consumer is None:
+            stream = stream_of(self._config.job, RolloutTask)
+            assert stream is not None
+            try:
+                self._consumer = await self._bus.consume(
+                    stream,
+                    "agents",
+                    (f"pearl.{self._config.job}.task.*",),
+                    ack_wait_s=self._config.ack_wait_s,
+                    max_ack_pending=self._config.max_ack_pending,
+                )
+            except BusError as error:
+                raise ApiError(503, f"the task queue is away: {error}", code="no_bus", retry_after_s=1) from error
+        return self._consumer
+
+    async def _resume(self, task: RolloutTask) -> int:
+        """Where the trajectory's journal stands. Ends a try that another gateway left half written. Raises ApiError."""
+        stream = stream_of(self._config.job, TurnFinished)
+        assert stream is not None
+        seq, written = 0, 0
+        try:
+            async for delivery in self._bus.read(stream, f"pearl.{self._config.job}.journal.{task.trajectory}"):
+                seq = delivery.seq
+                with contextlib.suppress(UndecodableMessage):
+                    record = decode_on(
+                        self._config.job, delivery.subject, delivery.data, TurnFinished, RequestInterrupted
+                    )
+                    written += isinstance(record, TurnFinished) and record.retry == task.retry
+            if written:
+                await self._end_failed(task, "its gateway or agent died, and a session cannot be replayed")
+                raise ApiError(429, "the next task had to be ended; ask again", code="task_ended", retry_after_s=0)
+        except BusError as error:
+            raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
+        return seq
+
+    def _begin(self, task: RolloutTask | None, journal_seq: int) -> Session:
+        self._opened += 1
+        now = self._clock()
+        session = Session(
+            id=f"{self._instance}-{self._opened}-{secrets.token_hex(4)}",
+            secret=b"",
+            holding=f"{task.retry if task is not None else 0}-{self._instance}-{self._opened}",
+            task=task,
+            opened_ms=now,
+            touched_ms=now,
+            journal_seq=journal_seq,
+        )
+        self.book.open(session)
+        return session
+
+    def key_of(self, session: Session) -> str:
+        """A key that stands for the session. Made once; only its digest is kept."""
+        secret = secrets.token_urlsafe(24)
+        key = f"{KEY_PREFIX}{session.id}.{secret}"
+        session.secret = digest_of(key)
+        return key
+
+    def now_ms(self) -> int:
+        """By the clock that sessions go by."""
+        return self._clock()
+
+    # --- turns
+
+    async def interrupted(self, session: Session, interruption: Interruption) -> None:
+        """Journal it before the request goes on."""
+        task = session.task
+        if task is None:
+            await self.interrupted_plain(interruption)
+            return
+        record = _interrupted(task.trajectory, task.retry, interruption)
+        async with self._lock(session):
+            try:
+                session.journal_seq = await self._write(session, record)
+            except WrongLastSequence as error:
+                session.superseded = True
+                raise _superseded(session) from error
+
+    async def interrupted_plain(self, interruption: Interruption) -> None:
+        """The same for a request outside of any trajectory, so that a run can be checked. Losing it costs no client anything."""
+        if interruption.cause in ("stop_string", "abort"):
+            return
+        record = _interrupted(TrajectoryId(f"http-{self._instance}"), 0, interruption)
+        try:
+            await self._bus.publish_durable(
+                subject_of(self._config.job, record), encode(record), msg_id=message_id(record) or ""
+            )
+        except BusError as error:
+            self.lost_records += 1
+            log.warning(f"an interruption was not journalled: {error}", action="interruption_lost")
+
+    async def tell(self, session: Session, turn: Turn, reply: Reply) -> None:
+        """Telemetry of a turn; losing it costs accuracy only."""
+        previous = session.turns[turn.asked.parent].ended_ms if turn.asked.parent >= 0 else turn.asked.began_ms
+        message = RequestFinished(
+            request=turn.request,
+            worker=turn.worker,
+            turn=turn.asked.depth,
+            new_prompt_tokens=len(turn.asked.prompt_new),
+            generated_tokens=len(turn.reply),
+            retained_tokens=len(turn.reply),
+            cached_tokens=turn.cached_tokens,
+            attempts=turn.attempts,
+            queue_s=reply.queue_s,
+            decode_s=reply.decode_s,
+            env_s=max(0, turn.asked.began_ms - previous) / 1000,
+        )
+        with contextlib.suppress(BusUnavailable):
+            await self._bus.publish(subject_of(self._config.job, message), encode(message))
+
+    # --- ends
+
+    async def reward(self, session: Session, reward: float, status: str) -> Result:
+        """End a session with its reward: its trajectory is in the stream on return. Raises ApiError."""
+        if session.running:
+            raise ApiError(
+                409,
+                f"{session.running} requests of session {session.id} are running",
+                code="session_busy",
+                retry_after_s=1,
+            )
+        if not session.turns:
+            raise ApiError(
+                409, f"session {session.id} has no finished turn: DELETE it to give its task back", code="session_empty"
+            )
+        async with self._lock(session):
+            known = self.book.result(session.id)
+            if known is not None:  # the same was posted twice at once
+                return known
+            session.ending = True
+            result = session.result(status, reward)
+            try:
+                if session.task is not None:
+                    await self._write_end(session, session.task, result)
+            except WrongLastSequence as error:
+                session.superseded = True
+                self.book.close(session, session.result("abandoned", None, "superseded"))
+                raise _superseded(session) from error
+            except BusError as error:
+                # Some turns may be stored: none can be added any more, the reward can be posted again.
+                raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
+            self.book.close(session, result)
+        await self._done(session)
+        return result
+
+    async def abandon(self, session: Session, reason: str) -> Result:
+        """End a session without a reward: its task is tried again, by whoever takes it."""
+        async with self._lock(session):
+            known = self.book.result(session.id)
+            if known is not None:
+                return known
+            session.ending = True
+            result = session.result("abandoned", None, reason)
+            try:
+                if session.task is not None and not session.superseded:
+                    await self._end_failed(session.task, reason)
+            except BusError as error:
+                log.warning(f"{session.trajectory}: {error}", action="abandon_lost")  # its task comes again by itself
+            self.book.close(session, result)
+        log.info(f"session {session.id} abandoned: {reason}", action="session_abandoned")
+        await self._done(session)
+        return result
+
+    async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> None:
+        records = session.records(self._clock())
+        journal: list[int] = []
+        for record in records:
+            session.journal_seq = await self._write(session, record)
+            journal.append(session.journal_seq)
+        await self._publish_end(task, end_of(task, result, records, journal))
+
+    async def _end_failed(self, task: RolloutTask, reason: str) -> None:
+        result = Session(id="", secret=b"", holding="", task=task, opened_ms=0, touched_ms=0).result(
+            "abandoned", None, reason
+        )
+        await self._publish_end(task, end_of(task, result, (), ()))
+
+    async def _publish_end(self, task: RolloutTask, end: TrajectoryCompleted) -> None:
+        """Once a try: an end of this try, or of a later one, that is there already is left alone."""
+        stream, subject = stream_of(self._config.job, TrajectoryCompleted), subject_of(self._config.job, end)
+        assert stream is not None
+        last = await self._bus.last(stream, subject)
+        if last is not None:
+            with contextlib.suppress(UndecodableMessage):
+                known = decode_on(self._config.job, last.subject, last.data, TrajectoryCompleted)
+                if (known.retry, known.status, known.reward, known.journal) == (
+                    task.retry,
+                    end.status,
+                    end.reward,
+                    end.journal,
+                ):
+                    return
+                if known.retry >= task.retry:
+                    raise WrongLastSequence(f"{task.trajectory} try {task.retry} has ended")
+        await self._bus.publish_durable(
+            subject,
+            encode(end),
+            msg_id=f"{message_id(end)}:{self._instance}",
+            expected_last_on_subject=last.seq if last is not None else 0,
+        )
+
+    async def _write(self, session: Session, record: TurnFinished | RequestInterrupted) -> int:
+        # The holding is in the id: another holder's record of the same turn must meet the guard.
+        return await self._bus.publish_durable(
+            subject_of(self._config.job, record),
+            encode(record),
+            msg_id=f"{message_id(record)}:{session.holding}",
+            expected_last_on_subject=session.journal_seq,
+        )
+
+    async def _done(self, session: Session) -> None:
+        self._locks.pop(session.id, None)
+        delivery = self._held.pop(session.id, None)
+        if delivery is not None:
+            await self._give_back(delivery, None)
+
+    async def _give_back(self, delivery: Delivery, again_s: float | None) -> None:
+        """Acknowledge, or have it delivered again after `again_s`."""
+        consumer = self._consumer
+        assert consumer is not None
+        try:
+            if again_s is None:
+                await consumer.ack(delivery)
+            else:
+                await consumer.nak(delivery, again_s)
+        except BusError as error:  # it is delivered again, and found ended
+            log.warning(str(error), action="ack_lost")
+
+    async def _refuse(self, consumer: Consumer, delivery: Delivery, reason: str) -> None:
+        letter = dead_letter("gateway", delivery.subject, delivery.data, reason, delivery.seq)
+        try:
+            await self._bus.publish_durable(
+                subject_of(self._config.job, letter),
+                encode(letter),
+                msg_id=f"gateway:{delivery.subject}:{delivery.seq}",
+            )
+            await consumer.term(delivery)
+        except BusError as error:
+            log.warning(str(error), action="dead_letter_lost")
+
+    # --- time
+
+    async def keep(self) -> None:
+        """Until cancelled: keep tasks, end sessions that nobody talks to."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            await self.look_after()
+
+    async def look_after(self) -> None:
+        """What `keep` does, once."""
+        now = self._clock()
+        for session in self.book.idle(now, self._config.session_idle_ms):
+            await self.abandon(session, f"nobody talked to its session for {self._config.session_idle_ms / 1000:g} s")
+        if now - self._progress_ms >= self._config.ack_wait_s * 1000 / PROGRESS_SHARE and self._consumer is not None:
+            self._progress_ms = now
+            for delivery in list(self._held.values()):
+                try:
+                    await self._consumer.progress(delivery)
+                except BusError as error:
+                    log.warning(str(error), action="progress_lost")
+                    break
+
+    async def stop(self) -> None:
+        """Give every task back: another process begins them anew."""
+        for session in self.book.all():
+            delivery = self._held.pop(session.id, None)
+            if delivery is not None:
+                await self._give_back(delivery, 0.0)
+        if self._consumer is not None:
+            await self._consumer.stop()
+
+    def _lock(self, session: Session) -> asyncio.Lock:
+        return self._locks.setdefault(session.id, asyncio.Lock())
+
+
+def _interrupted(trajectory: TrajectoryId, retry: int, interruption: Interruption) -> RequestInterrupted:
+    return RequestInterrupted(
+        trajectory=trajectory,
+        request=interruption.request,
+        attempt=interruption.attempt,
+        retry=retry,
+        worker=interruption.worker,
+        prefix_len=interruption.prefix_len,
+        received=interruption.received,
+        cause=interruption.cause,
+    )
+
+
+def _superseded(session: Session) -> ApiError:
+    return ApiError(409, f"another process writes trajectory {session.trajectory} now", code="session_superseded")
