@@ -72,7 +72,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def _convert(raw: dict[str, Any], path: Path) -> ModelConfig:
     # Newer releases of transformers write `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
-    rope_value = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_value: object = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     try:
         names = msgspec.convert(raw.get("architectures") or [], list[Any])
         rope = msgspec.convert(rope_value, dict[str, Any])
