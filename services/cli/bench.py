@@ -19,6 +19,7 @@ from services import jobfile
 from services.bench.figures import Figure
 from services.cli.demo import new_run
 from services.cli.parser import FIGURES
+from services.cli.progress import progress
 from services.jobfile import ConfigError, parse_policy
 
 CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 0), (3, 1, 0), (2, 2, 0), (4, 1, 0))
@@ -97,7 +98,7 @@ async def _measure(names: Sequence[str], data_dir: Path, seed: int) -> list[Figu
     usage: processes.Usage | None = None
     for name in names:
         _say(f"{name} ...")
-        with tempfile.TemporaryDirectory(prefix="pearl-bench-") as temporary:
+        with progress(name), tempfile.TemporaryDirectory(prefix="pearl-bench-") as temporary:
             folder = Path(temporary)
             match name:
                 case "table":
@@ -170,7 +171,8 @@ def _policies(arguments: argparse.Namespace) -> int:
         return new_run(Path(arguments.data_dir), seed=arguments.seed, changes=changes)
 
     minutes = POLICY_MINUTES if arguments.minutes is None else arguments.minutes
-    result = summary(asyncio.run(compare(make_job, policies, minutes, _say)))
+    with progress("measuring"):
+        result = summary(asyncio.run(compare(make_job, policies, minutes, _say)))
     if arguments.json:
         print(json.dumps(result))
     else:
@@ -204,7 +206,8 @@ def _pace(arguments: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     for prefill, decode, colocated in CONFIGURATIONS:
         done = measure(job, prefill=prefill, decode=decode, colocated=colocated, prompt=PROMPT, turns=PACE_TURNS)
-        found.append(asyncio.run(done))
+        with progress(f"{prefill}P{decode}D" if prefill else f"{colocated}C"):
+            found.append(asyncio.run(done))
     if arguments.json:
         print(json.dumps({"pace": found}))
         return 0

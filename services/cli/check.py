@@ -9,13 +9,15 @@ import msgspec
 
 from services.checker.collect import check
 from services.checker.core import Report
+from services.cli.progress import progress
 from services.cli.runs import connect_running, job_of
 from services.jobfile import JobFile
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 if the checker finds a violation. The job's NATS must be up."""
-    report = asyncio.run(_check(job_of(arguments)))
+    with progress("holding every token against the journals"):
+        report = asyncio.run(_check(job_of(arguments)))
     if arguments.json:
         print(msgspec.json.encode(report).decode())
     else:

@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from services.cli.progress import progress
 from services.decision_engine.command import decide
 from services.jobfile import ConfigError
 
@@ -29,7 +30,8 @@ def read_mapping(path_text: str) -> dict[str, Any]:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the choice and every candidate."""
-    result = decide(read_mapping(arguments.profile), arguments.workers)
+    with progress("predicting every candidate"):
+        result = decide(read_mapping(arguments.profile), arguments.workers)
     if arguments.json:
         print(json.dumps(result))
         return 0

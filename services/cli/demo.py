@@ -18,6 +18,7 @@ import psutil
 from services import jobfile
 from services.cli import demo_jobs
 from services.cli.preflight import preflight
+from services.cli.progress import progress
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if picture is not None and not picture.parent.is_dir():
         raise ConfigError(f"--record {picture}: there is no folder {picture.parent}")
     try:
-        preflight(job, path)
+        with progress("looking at what the demo needs"):
+            preflight(job, path)
     except ConfigError:
         shutil.rmtree(path.parent, ignore_errors=True)  # else `pearl status` would take it for the newest run
         raise
@@ -142,7 +144,8 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
 
     try:
         _progress(quiet, "starting NATS and the services ...")
-        await supervisor.start()
+        with progress("starting NATS and the services"):
+            await supervisor.start()
         bus = await connect(job, "monitor")
         collector = Collector(bus, job)
         await collector.start()
@@ -164,14 +167,15 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             _progress(quiet, "interrupted: stopping all processes ...")
             return None
         _progress(quiet, "checking every token of the run against the journals ...")
-        report = await make_report(
-            bus,
-            job,
-            processes=seen_processes,
-            cpu_s=_by_name(cpu_s),
-            serving=collector.board.serving,
-            wall_s=time.monotonic() - begun,
-        )
+        with progress("checking"):
+            report = await make_report(
+                bus,
+                job,
+                processes=seen_processes,
+                cpu_s=_by_name(cpu_s),
+                serving=collector.board.serving,
+                wall_s=time.monotonic() - begun,
+            )
         return None if interrupted.is_set() else report
     except ServerError:
         if interrupted.is_set():  # a server being started hears Ctrl-C too, until it has a session of its own
@@ -180,7 +184,8 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     finally:
         if bus is not None:
             await bus.close()  # before its server goes, which it would complain of
-        await supervisor.stop()
+        with progress("stopping all processes"):
+            await supervisor.stop()
 
 
 def _processor_seconds(processes: Iterable[Started]) -> dict[tuple[str, int], float]:

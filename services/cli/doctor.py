@@ -26,6 +26,7 @@ import msgspec
 
 from services import jobfile
 from services.cli.preflight import check_configs, check_environment, check_nodes
+from services.cli.progress import progress
 from services.cli.runs import job_path_of
 from services.connect import connect, connect_user
 from services.durable import CTRL, durable_state
@@ -58,7 +59,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0 if nothing was found, 1 otherwise, 2 if the job file is wrong."""
     job, path = _job(arguments)
-    findings = [*look_at_machine(job), *look_at_job(job, path), *look_at_files(job), *asyncio.run(look_at_server(job))]
+    with progress("looking at the machine, the job file, the model, the server"):
+        findings = [*look_at_machine(job), *look_at_job(job, path), *look_at_files(job)]
+        findings += asyncio.run(look_at_server(job))
     if arguments.json:
         print(json.dumps({"ok": not findings, "findings": [msgspec.to_builtins(each) for each in findings]}))
     else:

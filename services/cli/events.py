@@ -14,6 +14,7 @@ from messages.envelope import encode
 from messages.ids import NodeId
 from messages.subjects import subject_of
 from pearl_state.peers import wrong_capacity
+from services.cli.progress import progress
 from services.cli.runs import connect_running, job_of
 from services.jobfile import ConfigError, JobFile
 
@@ -40,7 +41,8 @@ def run(arguments: argparse.Namespace) -> int:
     wrong = wrong_capacity(message, node.zone, node.gpus)
     if wrong:
         raise ConfigError(wrong)
-    seq = asyncio.run(_publish(job, message))
+    with progress("publishing"):
+        seq = asyncio.run(_publish(job, message))
     subject = subject_of(job.job.name, message)
     print(json.dumps({"subject": subject, "seq": seq}) if arguments.json else f"published to {subject} as {seq}")
     return 0

@@ -7,13 +7,15 @@ import json
 
 from pearl_state.plan import plan_from_files
 from services.cli.decide import read_mapping
+from services.cli.progress import progress
 from services.jobfile import ConfigError
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints (W_add, W_remove, rho) with its change counts (eq. 5-6)."""
     try:
-        result = plan_from_files(read_mapping(arguments.table), read_mapping(arguments.target))
+        with progress("planning"):
+            result = plan_from_files(read_mapping(arguments.table), read_mapping(arguments.target))
     except ValueError as error:
         raise ConfigError(str(error)) from error
     if arguments.json:

@@ -9,6 +9,7 @@ import json
 import msgspec
 from rich.console import Console
 
+from services.cli.progress import progress
 from services.cli.runs import connect_running, job_of
 from services.jobfile import JobFile
 from services.monitor.board import Board
@@ -22,7 +23,8 @@ LISTEN_S = 1.0
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints role table, budget, plan, profile, version and rates."""
-    board = asyncio.run(_collect(job_of(arguments)))
+    with progress("reading the job's events"):
+        board = asyncio.run(_collect(job_of(arguments)))
     if arguments.json:
         print(json.dumps(describe(board)))
         return 0

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from services import jobfile
 from services.cli.preflight import preflight
+from services.cli.progress import progress
 from services.nats_server.process import ServerError
 from services.supervisor.service import Supervisor, on_interrupt
 
@@ -16,7 +17,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Returns 0 after a clean stop."""
     path = Path(arguments.config).resolve()
     job = jobfile.load(path)
-    preflight(job, path)
+    with progress("looking at what the job file names"):
+        preflight(job, path)
     return asyncio.run(_up(job, path, arguments.view))
 
 
@@ -26,7 +28,8 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
     on_interrupt(loop, stop.set)
     supervisor = Supervisor(job, path, on_event=print)
     try:
-        await supervisor.start()
+        with progress("starting NATS and the services"):
+            await supervisor.start()
         print(f"job {job.job.name}: {len(supervisor.processes())} processes; logs in {job.run_dir}/logs; Ctrl-C stops")
         if view:
             from services.monitor.view import watch
@@ -40,5 +43,6 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
     finally:
         if supervisor.started:
             print("stopping")
-        await supervisor.stop()
+        with progress("stopping all processes"):
+            await supervisor.stop()
     return 0

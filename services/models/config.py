@@ -72,10 +72,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def _convert(raw: dict[str, Any], path: Path) -> ModelConfig:
     # Newer releases of transformers write `rope_parameters`, older ones `rope_theta` and `rope_scaling`.
-    names: Any = raw.get("architectures") or []
-    rope: Any = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    if not isinstance(names, list) or not isinstance(rope, dict):
-        raise ConfigError(f"{path}: architectures = {names!r} is no list, or rope parameters {rope!r} are no object")
+    rope_value: object = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    try:
+        names = msgspec.convert(raw.get("architectures") or [], list[Any])
+        rope = msgspec.convert(rope_value, dict[str, Any])
+    except msgspec.ValidationError as error:
+        raise ConfigError(f"{path}: architectures, or rope parameters: {error}") from error
     architecture = str(names[0]) if names else "none"
     if architecture not in ARCHITECTURES:
         raise ConfigError(

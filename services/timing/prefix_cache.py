@@ -10,6 +10,8 @@ import heapq
 from collections.abc import Sequence
 
 Tokens = Sequence[int]
+LEAST_LEAVES = 64
+"""So many entries of leaves are kept without a look at which of them are still true."""
 
 
 class Node:
@@ -39,6 +41,7 @@ class PrefixCache:
         self._clock = 0
         self._leaves: list[tuple[int, int, Node]] = []  # (used_at when pushed, tie, node): some are no longer true
         self._ties = 0
+        self._most_leaves = LEAST_LEAVES
 
     @property
     def free(self) -> int:
@@ -138,6 +141,18 @@ class PrefixCache:
         if node is not self._root:
             self._ties += 1
             heapq.heappush(self._leaves, (node.used_at, self._ties, node))
+            if len(self._leaves) > self._most_leaves:
+                self._tidy()
+
+    def _tidy(self) -> None:
+        """Each leaf once. Else a cache that never evicts would keep an entry of every request it ever served."""
+        found: dict[Node, tuple[int, int, Node]] = {}
+        for _, tie, node in self._leaves:
+            if not (node.users or node.children or node.parent is None):
+                found[node] = (node.used_at, tie, node)
+        self._leaves = list(found.values())
+        heapq.heapify(self._leaves)
+        self._most_leaves = max(LEAST_LEAVES, 2 * len(self._leaves))
 
     def _evict(self, needed: int) -> bool:
         """Forget the ends of the leaves that were used least recently, until `needed` tokens more are free."""

@@ -282,15 +282,15 @@ class Trainer:
         await self._publish(resumed, fresh=True)
 
     async def _batch_ready(self, number: int) -> BatchReady | None:
+        """The newest on the batch's subject; one that cannot be read does not hide those before it."""
+        newest: BatchReady | None = None
         subject = event_subject(self._name, BatchReady, str(number))
-        delivery = await self._bus.last(stream(self._name, "ev"), subject)
-        if delivery is None:
-            return None
-        try:
-            return decode_on(self._name, delivery.subject, delivery.data, BatchReady)
-        except UndecodableMessage as error:
-            await self._dead_letter(delivery, error.reason)
-            return None
+        async for delivery in self._bus.read(stream(self._name, "ev"), subject):
+            try:
+                newest = decode_on(self._name, delivery.subject, delivery.data, BatchReady)
+            except UndecodableMessage as error:
+                await self._dead_letter(delivery, error.reason)
+        return newest
 
     async def _journal(self, ready: BatchReady) -> dict[int, TurnFinished]:
         """The records the batch refers to, by sequence; one ordered read over their range."""

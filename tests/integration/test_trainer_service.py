@@ -208,6 +208,19 @@ async def test_what_it_cannot_do_is_refused(rig: Rig) -> None:
     assert "trainer.ready/1" in letters[0].reason
 
 
+async def test_a_batch_on_anothers_subject_is_refused_and_hides_nothing(rig: Rig) -> None:
+    async with rig.trainer():
+        await rig.until(TrainerReady)
+        await rig.put_batch(0)
+        other = encode(BatchReady(batch=1, items=()))
+        await rig.bus.publish_durable(event_subject("job", BatchReady, "0"), other, msg_id="misplaced")
+        await rig.tell(TrainerResume(epoch=Epoch(4), batch=0))
+        said = await rig.until(StepFinished)
+    assert names(said)[2:] == ["WeightsPublished 1", "StepFinished 1"]
+    letters = [decode(d.data, DeadLetter) async for d in rig.bus.read(stream("job", "dead"), "pearl.job.dead.>")]
+    assert ["belongs on" in letter.reason for letter in letters] == [True]
+
+
 async def test_memory_is_released_on_demand_and_back_for_the_next_batch(rig: Rig) -> None:
     async with rig.trainer() as trainer:
         await rig.put_batch(0)

@@ -69,6 +69,11 @@ def test_other_numbers_are_refused(workers: int, tmp_path: Path) -> None:
         job_of(tmp_path, workers)
 
 
+def test_what_goes_up_and_down_is_no_growth() -> None:
+    up_and_down = [40 * MIB, 40 * MIB, 60 * MIB] * 2 + [60 * MIB, 60 * MIB, 40 * MIB]
+    assert growth(up_and_down) == (20 * MIB, False)
+
+
 def test_figures_name_the_service_that_grew() -> None:
     run = run_of({"router": (1 * MIB,) * 6 + (9 * MIB,) * 3, "agent": (5 * MIB,) * 9})
     found = {each.case: each for each in figures(run)}

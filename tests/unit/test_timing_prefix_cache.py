@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from services.timing.prefix_cache import PrefixCache
+from services.timing.prefix_cache import LEAST_LEAVES, PrefixCache
 
 
 def put(cache: PrefixCache, tokens: object) -> None:
@@ -61,6 +61,15 @@ def test_what_a_running_request_uses_stays():
     assert cache.hold(10) and cache.free == 0
     cache.unlock(node)
     assert cache.hold(20) and cache.stored == 0
+
+
+def test_a_cache_that_never_evicts_keeps_no_account_of_the_past():
+    cache = PrefixCache(10**6)
+    for number in range(5000):
+        put(cache, [number % 7] * 10)
+    assert len(cache._leaves) <= 2 * LEAST_LEAVES
+    assert cache.hold(10**6 - 30) and cache.stored == 30  # and it still evicts the least recently used
+    assert [cache.match([each] * 10, 10)[1] for each in ((4999 - back) % 7 for back in range(4))] == [10, 10, 10, 0]
 
 
 def test_flushed_parts_count_until_their_users_end():
