@@ -140,7 +140,7 @@ is noticed, and everyone begins again from what is there:
 | training GPUs | - | nobody is believed: each overlap slot gets a new process, which says that it holds nothing, after its node agent has ended the old one; the trainer is asked for its memory before the next borrow |
 | rollout worker, node agent | the reconnection; a capacity event that is gone | say again what holds: ready, version, role; the node; launches of what has ended are answered with its end |
 | trainer | its newest `weights.published/1` is gone | says it again, with the step that made it |
-| pipeline scheduler | a version above the one that was due; tasks in flight that are neither in the queue nor ended (looked for every 10 s) | batches below the version are trained: what is under way for them is in vain. Lost tasks are given out again |
+| pipeline scheduler | a version above the one that was due (and tokens of such a version, which it does not count); tasks in flight that are neither in the queue nor ended (looked for every 10 s) | batches below the version are trained: what is under way for them is in vain. Lost tasks are given out again, ends that came while nobody waited for them are counted |
 | agent | its next journal write fails its guard | gives the task back; whoever takes it resumes from the journal that is left. Turns whose record was lost are generated again under new request ids |
 | replicas, monitor | an older snapshot; a sequence that is given out again | keep what they have for five refreshes, by when the epoch is above it; read on from where the stream parts |
 

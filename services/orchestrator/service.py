@@ -177,7 +177,8 @@ class Orchestrator:
                         try:
                             await self._turns(consumer, batches)
                         except _Rewound as rewound:
-                            self._log.error(f"the store went back: {rewound}", action="orchestrator.rewound")
+                            # Another orchestrator may have written since, or the store has gone back: the table tells.
+                            self._log.warning(f"reading the table again: {rewound}", action="orchestrator.behind")
                             pumps.pop().cancel()  # what it fetched is of a stream that is no more
                             await consumer.stop()
                             await self._restore()

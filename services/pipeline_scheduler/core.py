@@ -142,6 +142,10 @@ class PipelineSchedulerCore:
         member = group.members[index]
         if member.ended is not None or message.retry != member.retry:
             return state, (Note("ignored", f"repeated end of {message.trajectory} try {message.retry}", "debug"),)
+        if message.status != "failed" and message.max_version > batch.batch:
+            # Only training on this very batch makes that version: the broker lost it, and the trainer will say so.
+            text = f"end of {message.trajectory}: tokens of version {message.max_version} in batch {batch.batch}"
+            return state, (Note("too_new", text, "warning"),)
         stale = message.status != "failed" and message.min_version < batch.batch - self.config.staleness
         if message.status == "failed" or stale:
             reason = f"tokens of version {message.min_version}" if stale else message.reason

@@ -46,17 +46,35 @@ async def serve(job: JobFile, stop: asyncio.Event) -> None:
 
 
 async def _look_after_tasks(job: JobFile, bus: Bus, core: PipelineSchedulerCore, host: CoreHost[PipelineState]) -> None:
-    """Tell the core of tasks in flight that are nowhere any more."""
+    """Tell the core, every LOOK_EVERY_S, of tasks in flight that are nowhere any more."""
     before: frozenset[tuple[str, int]] = frozenset()
     while True:
         await asyncio.sleep(LOOK_EVERY_S)
         with contextlib.suppress(BusUnavailable):
-            missing = await missing_tasks(job.job.name, bus, core.in_flight(host.state))
-            # Twice in a row: what ended a moment ago, or is being given out, looks the same.
-            lost = [task for task in sorted(missing & before) if not await _has_ended(job.job.name, bus, *task)]
-            before = missing
-            if lost:
-                host.feed(TasksLost(frozenset(lost)))
+            before, found = await look(job.job.name, bus, core.in_flight(host.state), before)
+            for message in found:
+                host.feed(message)
+
+
+async def look(
+    job: str, bus: Bus, in_flight: frozenset[tuple[str, int]], before: frozenset[tuple[str, int]]
+) -> tuple[frozenset[tuple[str, int]], tuple[TrajectoryCompleted | TasksLost, ...]]:
+    """Tasks (trajectory, retry) of `in_flight` that are missing from the queue now, and what to tell of those missing `before` too.
+
+    Twice in a row, since what ended a moment ago, or is being given out, looks the same. Some have an end in the stream: an
+    agent that outlived a broker's loss may end a trajectory that the core, begun anew, gives out only afterwards. The
+    others are lost. Raises BusUnavailable.
+    """
+    missing = await missing_tasks(job, bus, in_flight)
+    ends: list[TrajectoryCompleted] = []
+    lost: set[tuple[str, int]] = set()
+    for trajectory, retry in sorted(missing & before):
+        end = await end_of(job, bus, trajectory)
+        if end is not None and end.retry >= retry:
+            ends.append(end)
+        else:
+            lost.add((trajectory, retry))
+    return missing, (*ends, *((TasksLost(frozenset(lost)),) if lost else ()))
 
 
 async def missing_tasks(job: str, bus: Bus, in_flight: frozenset[tuple[str, int]]) -> frozenset[tuple[str, int]]:
@@ -69,13 +87,13 @@ async def missing_tasks(job: str, bus: Bus, in_flight: frozenset[tuple[str, int]
     return in_flight - queued
 
 
-async def _has_ended(job: str, bus: Bus, trajectory: str, retry: int) -> bool:
+async def end_of(job: str, bus: Bus, trajectory: str) -> TrajectoryCompleted | None:
+    """The newest end of a trajectory in the stream. Raises BusUnavailable."""
     last = await bus.last(stream(job, "ev"), event_subject(job, TrajectoryCompleted, trajectory))
-    if last is None:
-        return False
-    with contextlib.suppress(UndecodableMessage):
-        return decode_on(job, last.subject, last.data, TrajectoryCompleted).retry >= retry
-    return False
+    if last is not None:
+        with contextlib.suppress(UndecodableMessage):
+            return decode_on(job, last.subject, last.data, TrajectoryCompleted)
+    return None
 
 
 async def _purge(job: JobFile, bus: Bus, host: CoreHost[PipelineState]) -> None:

@@ -11,7 +11,7 @@ from tests.integration.chaos.faults import BROKER, BROKER_REST_S, WEIGHTS, Inven
 from tests.integration.chaos.hosts import Host
 from tests.integration.chaos.job import job_text, outage_nodes, specs
 from tests.integration.chaos.report import ChaosReport, Injected, Late, by_kind, quantile, to_json, to_text
-from tests.integration.chaos.returns import Occupied, Outage, Reclaim, Return, deducted_ms, returns_of
+from tests.integration.chaos.returns import Occupied, Outage, Reclaim, Return, deducted_ms, ended, returns_of
 
 INVENTORY = Inventory(
     services=("orchestrator", "router", "node_agent-a"),
@@ -60,6 +60,13 @@ def test_a_return_is_late_by_what_its_agent_is_to_blame_for():
     assert deducted_ms(late, outages) == 3500, "overlapping outages count once, and only within the return"
     assert late.late_ms(outages) == 0
     assert msgspec.structs.replace(late, done_ms=None).late_ms(outages) is None
+
+
+def test_an_agent_that_was_killed_is_out_until_it_says_that_it_is_up():
+    killed, paused = Outage("b", 1000, 1001, until_up=True), Outage("b", 5000, 6000)
+    ups = [("b", 500), ("c", 1500), ("b", 4000), ("b", 9000)]
+    assert [(each.begin_ms, each.end_ms) for each in ended([killed, paused], ups)] == [(1000, 4000), (5000, 6000)]
+    assert ended([killed], []) == [killed]
 
 
 def test_only_processes_that_held_reclaimed_gpus_must_leave_and_not_if_the_notice_is_taken_back():

@@ -20,6 +20,7 @@ from services.node_agent.core import (
     Started,
     StartFailed,
     Stop,
+    StreamWentBack,
 )
 from services.runtime.core import Input, Note, Refuse, Send, Tick
 from tests.unit.executing import JOB, START_MS
@@ -286,3 +287,22 @@ def test_command_line_and_environment() -> None:
     )
     surroundings = environment(config, "rollout_worker", (1,))
     assert (surroundings["CUDA_VISIBLE_DEVICES"], surroundings["OMP_NUM_THREADS"]) == ("1", "1")
+
+
+def test_a_stream_that_went_back_says_newer_things_under_older_numbers() -> None:
+    agent = Agent()
+    agent.say(launch())
+    agent.say(available(), seq=90)
+    agent.say(reclaimed(5_000), seq=7)
+    assert agent.wait(5_000) == [], "an older reclaim, delivered late"
+    agent.say(StreamWentBack())
+    agent.say(reclaimed(5_000), seq=8)
+    assert agent.wait(5_000) == [signal(True)]
+
+
+def test_what_has_ended_is_named_in_heartbeats_so_that_no_incarnation_is_given_out_twice() -> None:
+    agent = Agent()
+    agent.say(launch(), launch("p0-w1", 4, 1), exited())
+    assert (agent.state.workers, agent.state.ended) == ((("p0-w1", 4),), (("p0-w0", 1),))
+    agent.say(launch(incarnation=2))
+    assert agent.state.ended == ()

@@ -446,3 +446,14 @@ def test_tasks_that_the_broker_lost_are_given_out_again() -> None:
     loop.feed(TasksLost(frozenset((task.trajectory, task.retry) for task in tasks[:2])))
     again = loop.tasks()[seen:]
     assert again == [tasks[1]], "what has ended is not given out again"
+
+
+def test_a_batch_takes_no_token_of_a_version_that_only_training_on_it_can_have_made() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for task in loop.tasks():
+        loop.feed(end(task, version=2))
+    assert (loop.state.ended, loop.state.begun) == (0, None)
+    assert kinds(loop.sent, BatchReady) == []
+    loop.feed(published(2))
+    assert loop.state.trained == 2

@@ -220,3 +220,19 @@ def test_an_overlap_worker_begins_without_device_memory() -> None:
     (applied,) = effects
     assert isinstance(applied, Send) and isinstance(applied.message, WeightsApplied)
     assert applied.message.restored_bytes == 7
+
+
+def test_what_still_holds_is_said_again_under_the_ids_it_had() -> None:
+    """The broker may have lost it; where it has not, it takes it for the repetition that it is."""
+    core = RolloutWorkerCore(WORKER, INCARNATION)
+    state = core.initial()
+    assert core.known_facts(state) == ()
+    said: list[Send] = []
+    for event in (update(5), Loaded(PolicyVersion(5), 10), set_role(2), RoleTaken(Role.COLOCATED, RoleGeneration(2))):
+        state, effects = core.step(state, Input(0, event))
+        said += [effect for effect in effects if isinstance(effect, Send)]
+    again = core.known_facts(state)
+    assert [send.msg_id for send in again] == [send.msg_id for send in said]
+    assert [type(send.message) for send in again] == [WeightsApplied, RoleSet]
+    state, _ = core.step(state, Input(0, Drain(**fence(3))))
+    assert [type(send.message) for send in core.known_facts(state)] == [WeightsApplied], "it serves no more"

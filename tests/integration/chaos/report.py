@@ -57,6 +57,7 @@ class ChaosReport(msgspec.Struct, kw_only=True):
     restarts: dict[str, int]
     unasked: dict[str, int] = {}  # processes that ended without being killed, and how often
     load: dict[str, float] = {}
+    began_ms: int = 0  # Unix ms from which the faults' seconds count
 
     @property
     def injected(self) -> list[Injected]:

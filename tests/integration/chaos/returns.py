@@ -13,6 +13,16 @@ class Outage(msgspec.Struct, frozen=True):
     node: str
     begin_ms: int
     end_ms: int
+    until_up: bool = False  # the agent was killed: the outage ends when it has started again and said so
+
+
+def ended(outages: Iterable[Outage], ups: Sequence[tuple[str, int]]) -> list[Outage]:
+    """Outages with their ends. `ups`: when (Unix ms) each node's agent said that it is up."""
+    found: list[Outage] = []
+    for each in outages:
+        back = [at_ms for node, at_ms in ups if node == each.node and at_ms >= each.begin_ms] if each.until_up else []
+        found.append(msgspec.structs.replace(each, end_ms=max(each.end_ms, min(back, default=each.end_ms))))
+    return found
 
 
 class Return(msgspec.Struct, frozen=True, kw_only=True):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 
-from messages.elastic_scheduler import GpuAvailable, GpuReclaimed
+from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import UndecodableMessage, encode
 from messages.ids import Activity, NodeId, Role, Zone
 from messages.monitor import GpusReturned
@@ -31,7 +31,7 @@ from tests.integration.chaos.hosts import Hosts
 from tests.integration.chaos.job import HOST_OF_NODE, job_text, outage_nodes, specs
 from tests.integration.chaos.keeper import Keeper
 from tests.integration.chaos.report import LATE_ALLOWED_MS, ChaosReport, Injected, Late
-from tests.integration.chaos.returns import Occupied, Outage, Reclaim, Return, deducted_ms, returns_of
+from tests.integration.chaos.returns import Occupied, Outage, Reclaim, Return, deducted_ms, ended, returns_of
 from tests.integration.running_job import write_workload
 
 RECOVERY_S = 120.0
@@ -126,7 +126,8 @@ class ChaosRun:
         ended = time.monotonic()
         done.lasted_s = round(ended - begun, 2)
         for node in self._cut_off(fault):
-            self.outages.append(Outage(node, begun_ms, _now_ms()))
+            killed = fault.kind in ("agent_stopped", "kill_service")
+            self.outages.append(Outage(node, begun_ms, _now_ms(), until_up=killed))
         ends = self.ends
         recovered = await self.until(lambda: back() and self.ends > ends and self.at_target(), RECOVERY_S)
         if recovered:
@@ -274,7 +275,8 @@ class ChaosRun:
         reclaims: list[Reclaim] = []
         arrivals: list[Reclaim] = []
         lent: list[Return] = []
-        kinds = (GpuReclaimed, GpuAvailable, WorkerReady, GpuFree, GpusReturned)
+        ups: list[tuple[str, int]] = []
+        kinds = (GpuReclaimed, GpuAvailable, WorkerReady, GpuFree, GpusReturned, NodeUp)
         wanted = {event_subject(self.job.job.name, kind).rpartition(".")[0] for kind in kinds}
         name = self.job.job.name
         async for delivery in self.bus.read(stream(name, "ev"), f"pearl.{name}.ev.>"):
@@ -287,6 +289,8 @@ class ChaosRun:
             match message:
                 case GpuReclaimed():
                     reclaims.append(Reclaim(message.node, message.gpus, delivery.at_ms, message.notice_ms))
+                case NodeUp():
+                    ups.append((message.node, delivery.at_ms))
                 case GpuAvailable():
                     arrivals.append(Reclaim(message.node, message.gpus, delivery.at_ms, 0))
                 case WorkerReady() if message.worker in gpus_of:
@@ -312,6 +316,7 @@ class ChaosRun:
                     )
                 case _:
                     pass
+        self.outages = ended(self.outages, ups)
         return [*returns_of(reclaims, list(spans.values()), arrivals), *lent]
 
 
@@ -381,7 +386,7 @@ async def chaos(
             f"running: {len(run.keeper.specs)} services, {len(run.active())} workers; {minutes:g} minutes of faults follow"
         )
         faults = draw(seed, minutes * 60, count, run.inventory())
-        begun, processor = time.monotonic(), psutil.cpu_times()
+        begun, began_ms, processor = time.monotonic(), _now_ms(), psutil.cpu_times()
         injected = await run.execute(faults, say)
         seconds = time.monotonic() - begun
         used = psutil.cpu_times()
@@ -402,6 +407,7 @@ async def chaos(
         ) / max(1.0, seconds)
         return ChaosReport(
             seed=seed,
+            began_ms=began_ms,
             minutes=minutes,
             seconds=round(seconds, 1),
             faults=injected,
