@@ -41,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 512
     max_running: int = 64
     replay_turns: int = 6_000
+    fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -149,6 +150,7 @@ def _model(key: _Key) -> _Model:
         capacity=key.capacity,
         chunk=key.limits.chunk_tokens,
         max_running=key.limits.max_running,
+        fused=bool(key.limits.fused),
     )
     machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)

@@ -114,9 +114,10 @@ def _disaggregated_cycle_s(phase: Phase, machine: Machine, prefill: int, decode:
     missed = max(machine.missed, _evicted(active / prefill, phase.context, machine.capacity))
     tokens = (phase.new + phase.replied) * (1 - missed) + phase.context * missed
     lacking = phase.new * (1 - lost) + phase.context * lost
-    alone_s = machine.fixed_s + tokens * machine.prefill_s
+    fixed_s = machine.fixed_s if machine.fused else 0.0
+    alone_s = fixed_s + tokens * machine.prefill_s
     # Waiting prompts share a chunk's fixed cost.
-    together_s = machine.fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
+    together_s = fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
     link_s = lacking * machine.transfer_s
     queue, decoding, sending = active / 4 / prefill, active / 2, 0.0
     cycle_s = 0.0

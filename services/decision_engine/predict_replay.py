@@ -37,6 +37,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float  # tokens of KV cache
     chunk: int  # prompt tokens computed in one iteration
     max_running: int  # requests decoded together
+    fused: bool = True  # an iteration has its fixed part whatever is in it; else only where something decodes
     missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
 
 
@@ -305,7 +306,9 @@ class _Run:
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
         machine = self.machine
-        iteration_s = machine.fixed_s + machine.kv_s * max(worker.kv, 0.0)
+        iteration_s = machine.kv_s * max(worker.kv, 0.0)
+        if worker.ends or machine.fused:
+            iteration_s += machine.fixed_s
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
             prompts, batch = worker.prompts, self.batch

@@ -13,7 +13,8 @@ What is fitted how, the same in both execution modes:
   would make a bubble of every queue that another ratio removes.
 - `A`, `b`: least squares of seconds a decode iteration on its batch size, from the differences of heartbeat sums,
   samples of earlier steps counting less and less; `t_prefill` likewise, as a quotient: of colocated workers, where it is what
-  prompts add to iterations; of prefill workers only while no other was measured, and then without the fixed part A of a turn's iteration.
+  prompts add to iterations; of prefill workers only while no other was measured, and then without the fixed part A of a turn's iteration, where
+  the engine pays it for prompts alone (`fused`).
 - `T_over`: what colocated turns took beyond eq. 1's prefill and decode at the load there was. It keeps its value while
   rollout is disaggregated.
 - the KV cache of a trajectory: its mean tokens times the bytes of one.
@@ -358,7 +359,7 @@ class RuntimeTrackerCore:
         elif state.alone_tokens > 0:
             each_s = state.alone_s / state.alone_tokens
             prompt = changes.get("dL", base.dL)
-            fixed_s = changes["A_s"] / prompt if prompt > 0 else 0.0
+            fixed_s = changes["A_s"] / prompt if self.config.fused and prompt > 0 else 0.0
             changes["t_prefill_s"] = max(each_s - fixed_s, LEAST_PREFILL_SHARE * each_s)
         profile = msgspec.structs.replace(
             base,
