@@ -41,6 +41,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 512
     max_running: int = 64
     replay_turns: int = 6_000
+    tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
     fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
 
     def numbers(self) -> dict[str, float]:
@@ -150,6 +151,7 @@ def _model(key: _Key) -> _Model:
         capacity=key.capacity,
         chunk=key.limits.chunk_tokens,
         max_running=key.limits.max_running,
+        tokens_per_request=key.limits.tokens_per_request,
         fused=bool(key.limits.fused),
     )
     machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))

@@ -37,6 +37,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float  # tokens of KV cache
     chunk: int  # prompt tokens computed in one iteration
     max_running: int  # requests decoded together
+    tokens_per_request: int = 4096  # the router takes a cached prefix of so many tokens for worth one more request
     fused: bool = True  # an iteration has its fixed part whatever is in it; else only where something decodes
     missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
 
@@ -192,7 +193,7 @@ class _Run:
                 least = worker
         if last is None:
             return least
-        worth = min(self.machine.max_running // 2, 1 + context // 256)
+        worth = min(self.machine.max_running // 2, 1 + context // self.machine.tokens_per_request)
         return last if last.load <= least.load + worth else least
 
     def admit(self, home: _Worker, now: float) -> None:
