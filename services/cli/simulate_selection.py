@@ -124,11 +124,10 @@ def _each(arguments: argparse.Namespace, one: Callable[[int], T], what: str) -> 
         return list(track(found, description=what, total=len(seeds), console=console, disable=arguments.json))
 
 
-def _show(rows: Any, title: str) -> None:  # Any: a JSON object of objects
+def _show(rows: dict[str, dict[str, Any]], title: str) -> None:  # Any: numbers and names
     table = Table(title=title, title_justify="left")
     table.add_column("")
-    first = next(iter(rows.values()), {})
-    for column in first:
+    for column in next(iter(rows.values()), dict[str, Any]()):
         table.add_column(column.replace("_", " "), justify="right")
     for name, values in rows.items():
         table.add_row(name, *(f"{value:.3g}" if isinstance(value, float) else str(value) for value in values.values()))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -143,7 +143,7 @@ def _profile(
     return selection.profile_of(window.setting, batches, (window.dedicated, last), errors, colocated)
 
 
-def report(verdicts: Sequence[Verdict]) -> dict[str, object]:
+def report(verdicts: Sequence[Verdict]) -> dict[str, Any]:  # Any: a JSON object
     """By gate: agreement with hindsight where the options differ, and losses against not borrowing."""
     apart = [verdict for verdict in verdicts if verdict.differ > DIFFER]
     gates: dict[str, dict[str, float]] = {}

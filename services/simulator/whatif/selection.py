@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -351,7 +351,7 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     return found
 
 
-def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
+def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:  # Any: a JSON object
     """All settings, and those whose modes differ by more than 5 %."""
     apart = [outcome for outcome in outcomes if outcome.modes_differ > MODES_DIFFER]
     return {
