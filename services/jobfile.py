@@ -40,6 +40,9 @@ MOST_PORT: Final = 2**16 - 1
 ROUTES_ABOVE: Final = 2000
 """Servers of a cluster listen for one another at this much above the port for clients (4222 and 6222 by custom)."""
 
+FUSED_ENGINES: Final = frozenset({"emulated", "sglang"})
+"""Engines whose iteration computes prompts and decodes in one pass; "torch" makes a pass for each."""
+
 _STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
 

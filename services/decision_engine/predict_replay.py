@@ -37,6 +37,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float  # tokens of KV cache
     chunk: int  # prompt tokens computed in one iteration
     max_running: int  # requests decoded together
+    tokens_per_request: int = 4096  # the router takes a cached prefix of so many tokens for worth one more request
+    fused: bool = True  # an iteration has its fixed part whatever is in it; else only where something decodes
     missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
 
 
@@ -191,7 +193,7 @@ class _Run:
                 least = worker
         if last is None:
             return least
-        worth = min(self.machine.max_running // 2, 1 + context // 256)
+        worth = min(self.machine.max_running // 2, 1 + context // self.machine.tokens_per_request)
         return last if last.load <= least.load + worth else least
 
     def admit(self, home: _Worker, now: float) -> None:
@@ -305,7 +307,9 @@ class _Run:
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
         machine = self.machine
-        iteration_s = machine.fixed_s + machine.kv_s * max(worker.kv, 0.0)
+        iteration_s = machine.kv_s * max(worker.kv, 0.0)
+        if worker.ends or machine.fused:
+            iteration_s += machine.fixed_s
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
             prompts, batch = worker.prompts, self.batch

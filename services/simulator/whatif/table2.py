@@ -106,11 +106,13 @@ def row(point: Point, rewritten: float = REWRITTEN, most_turns: int = 200, seed:
         observed: list[Observed] = []
         # As the paper's runs: disaggregated from the start.
         running = Workers(max(1, point.workers // 3), point.workers - max(1, point.workers // 3), 0)
+        first: Measured | None = None
         limits = predict.Limits(chunk_tokens=at.site.chunk_tokens, max_running=at.site.max_running)
         for step in range(OBSERVED):
             last: Measured = selection.measure(at, running, 1000 * seed + step)
             batches.append(selection.draw(at, 1000 * seed + step))
-            profile = selection.profile_of(at, batches, (running, last), (1.0,) * 4)
+            first = last if running.colocated else first
+            profile = selection.profile_of(at, batches, (running, last), (1.0,) * 4, first)
             own = predict.Evidence(
                 sample=selection.sample_of(batches[-1:], BATCH, 1 << 30), limits=limits, measured_on=counts_of(running)
             )
