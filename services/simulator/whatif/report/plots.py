@@ -9,6 +9,7 @@ from typing import Final
 from services.simulator.whatif.report.summary import (
     USES,
     PolicySummary,
+    base_name,
     gains,
 )
 from services.simulator.whatif.report.svg import DASHES, SERIES, Drawing, Scale, amount, from_zero, number
@@ -47,7 +48,7 @@ def indices(names: Sequence[str]) -> dict[str, int]:
 
 def throughput(result: Result) -> Drawing:
     """Tokens/s of each train step over time, above the GPU budget: training, reserved, preemptible (paper Figure 6)."""
-    drawing = Drawing(WIDTH, 400, f"Throughput over time, {result.trace}, simulated")
+    drawing = Drawing(WIDTH, 400, f"Throughput over time, {base_name(result.trace)}, simulated")
     top, bottom = 56.0, 340.0
     time = Scale(0.0, max(result.hours * 60, 1e-9), LEFT, WIDTH - RIGHT)
     series = [(name, _stepped(policy)) for name, policy in result.policies.items()]
