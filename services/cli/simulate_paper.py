@@ -8,14 +8,14 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from services.simulator.whatif.paper.options import Options
+
 if TYPE_CHECKING:
     from services.simulator.whatif.paper.base import Figure
-    from services.simulator.whatif.paper.options import Options as _Options
 
 
 def run(arguments: argparse.Namespace) -> int:
     """A claim that disagrees is shown, and no failure."""
-    from services.simulator.whatif.paper.options import Options
     from services.simulator.whatif.paper.report import ALL, as_json, chosen, print_figures, write_report
     from services.simulator.whatif.paper.runs import Runner
     from services.simulator.whatif.report.write import report_folder
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def described(options: _Options, wall_s: float) -> str:
+def described(options: Options, wall_s: float) -> str:
     """How much was simulated, in words."""
     return (
         f"swebench-mini on H800, {options.hours:g} h a segment, {options.fixed_hours:g} h a fixed allocation, "

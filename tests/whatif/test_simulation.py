@@ -136,7 +136,7 @@ def test_early_start_is_not_slower_and_keeps_the_bound() -> None:
     assert max(plain.staleness_max, early.staleness_max) <= 1
 
 
-def simulate_small(name: str, **changes: object):  # noqa: ANN202 - a PolicyResult
+def simulate_small(name: str, **changes: object):
     settings = msgspec.structs.replace(SMALL, **changes)
     return simulate(TRACE, workload(), HARDWARE, find(name), hours=SECONDS / 3600, settings=settings)
 

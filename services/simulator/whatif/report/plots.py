@@ -23,6 +23,8 @@ MOST_GPUS: Final = 64
 THINNEST_PX: Final = 0.25
 """Spans thinner than this are left out of the picture."""
 MOST_DOTS: Final = 2000
+FINEST: Final = 2000
+"""Parts of the time axis that are told apart."""
 
 _Dot = tuple[int, float, float, str]
 
@@ -55,10 +57,11 @@ def throughput(result: Result) -> Drawing:
     rate = from_zero((value for _, points in series for _, _, value in points), bottom, top)
     most = max((each.reserved_gpus + each.preemptible_gpus + each.training_gpus for each in result.budget), default=0)
     gpus = from_zero([most], bottom, top)
+    budget = _thinned(result.budget, result.hours * 3600 / FINEST)
     layers = (("training", "area0"), ("reserved", "area1"), ("preemptible", "area2"))
     for index, (name, fill) in enumerate(layers):
         drawing.path(
-            _layer(result.budget, index, result.hours, time, gpus),
+            _layer(budget, index, result.hours, time, gpus),
             fill=fill,
             more=' fill-opacity="0.55"',
             tip=f"{name} GPUs",
@@ -91,6 +94,17 @@ def _stepped(policy: PolicyResult) -> list[tuple[float, float, float]]:
 
 def _rate(step: Step) -> float:
     return (step.rollout_tokens + step.trained_tokens) / max(step.end_s - step.start_s, 1e-9)
+
+
+def _thinned(budget: Sequence[Budget], least_s: float) -> list[Budget]:
+    """Without what is narrower than can be seen: of changes within `least_s` of each other the last."""
+    found: list[Budget] = []
+    for each in budget:
+        if found and each.at_s - found[-1].at_s < least_s:
+            found[-1] = Budget(found[-1].at_s, each.reserved_gpus, each.preemptible_gpus, each.training_gpus)
+        else:
+            found.append(each)
+    return found
 
 
 def _layer(budget: Sequence[Budget], index: int, hours: float, time: Scale, gpus: Scale) -> str:
