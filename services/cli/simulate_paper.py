@@ -8,13 +8,14 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from services.simulator.whatif.paper.options import Options
+
 if TYPE_CHECKING:
     from services.simulator.whatif.paper.base import Figure
 
 
 def run(arguments: argparse.Namespace) -> int:
     """A claim that disagrees is shown, and no failure."""
-    from services.simulator.whatif.paper.options import Options
     from services.simulator.whatif.paper.report import ALL, as_json, chosen, print_figures, write_report
     from services.simulator.whatif.paper.runs import Runner
     from services.simulator.whatif.report.write import report_folder
@@ -33,17 +34,14 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"  {done}/{of}  {time.monotonic() - began_s:.0f} s  {told}", file=sys.stderr, flush=True)
 
     figures: list[Figure] = []
+    wall_s = 0.0
     with Runner(arguments.processes, progress) as runner:
         for name in names:
             print(name, file=sys.stderr, flush=True)
             figures.append(ALL[name](runner, options))
-    wall_s = time.monotonic() - began_s
-    told = (
-        f"swebench-mini on H800, {options.hours:g} h a segment, {options.fixed_hours:g} h a fixed allocation, "
-        f"{options.seeds} seed{'s' if options.seeds > 1 else ''} a run, {options.batches} a single batch; {wall_s:.0f} s to simulate."
-    )
-    if folder is not None:
-        write_report(figures, folder, told, wall_s)
+            wall_s = time.monotonic() - began_s
+            if folder is not None:  # after each: who interrupts it keeps what there is
+                write_report(figures, folder, described(options, wall_s), wall_s)
     if arguments.json:
         print(json.dumps(as_json(figures, wall_s) | {"report": None if folder is None else str(folder)}))
         return 0
@@ -51,3 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is not None:
         print(f"report: {folder / 'index.html'}")
     return 0
+
+
+def described(options: Options, wall_s: float) -> str:
+    """How much was simulated, in words."""
+    return (
+        f"swebench-mini on H800, {options.hours:g} h a segment, {options.fixed_hours:g} h a fixed allocation, "
+        f"{options.seeds} seed{'s' if options.seeds > 1 else ''} a run, {options.batches} a single batch; {wall_s:.0f} s to simulate."
+    )

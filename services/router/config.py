@@ -14,7 +14,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     admission_pause_ms: int  # a pause older than this is ignored
     most_sessions: int = 100_000  # trajectories whose last worker is remembered
     most_compared: int = 64  # workers compared for one request; of more, a moving window
-    tokens_per_request: int = 256  # prefilling so many tokens is worth about one more request in a worker
+    # Prefilling so many tokens costs about what one more request in a worker costs its batch for a turn or two; a session
+    # that moves stays there for many. `simulate run` tells placements apart (docs/what-if.md).
+    tokens_per_request: int = 4096
     paused_retry_ms: int = 100
     full_retry_ms: int = 50
     nobody_retry_ms: int = 250

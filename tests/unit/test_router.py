@@ -38,7 +38,7 @@ from services.router.service import MOST_DEAD_WAITING, Router
 from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
 
-CONFIG = Config(max_running=8, admission_pause_ms=10_000)
+CONFIG = Config(max_running=8, admission_pause_ms=10_000, tokens_per_request=256)
 
 
 def row(worker: str, **fields: object) -> Row:

@@ -19,7 +19,7 @@ from services.simulator.whatif.judge import Workers
 from services.simulator.whatif.paper import figure2a, figure2c, figure5, figure6, figure7, figure8, table2, table3
 from services.simulator.whatif.paper.base import AGREES, DISAGREES, NOT_SIMULATED, SAME_SIDE, Figure, claim, tally
 from services.simulator.whatif.paper.options import Options
-from services.simulator.whatif.paper.report import ALL, as_json, chosen, page, print_figures
+from services.simulator.whatif.paper.report import ALL, as_json, as_markdown, chosen, page, print_figures
 from services.simulator.whatif.paper.runs import SMALL, Batch, Batched, Run, Runner, Select, Selected, drawn, slower
 from services.simulator.whatif.result import PolicyResult, Span
 from tests.whatif.made import policy
@@ -212,6 +212,8 @@ def test_the_page_and_the_json_hold_every_claim(tmp_path: Path) -> None:
             assert caption.startswith("Simulated"), name
     plain = json.loads(json.dumps(as_json(made, 1.0)))
     assert sum(plain["verdicts"].values()) == sum(len(figure.claims) for figure in made) == sum(tally(made).values())
+    markdown = as_markdown(made, "2 h")
+    assert all(f"| {each.text} | {each.paper} | {each.ours} |" in markdown for figure in made for each in figure.claims)
     out = StringIO()
     print_figures(made, Console(file=out, width=200))
     assert "disagree" in out.getvalue()

@@ -6,6 +6,7 @@ import math
 import xml.etree.ElementTree as ET
 from html.parser import HTMLParser
 from io import StringIO
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -28,7 +29,7 @@ from services.simulator.whatif.report.svg import Drawing, Scale, amount, from_ze
 from services.simulator.whatif.report.terminal import print_results
 from services.simulator.whatif.report.write import drawings as all_drawings
 from services.simulator.whatif.report.write import report_folder, verdict, whole_page, write_report
-from services.simulator.whatif.result import Decided, PolicyResult, Result
+from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result
 from tests.whatif.made import DECIDED, result
 
 SEEDS = [result(seed, shift) for seed, shift in enumerate((-20.0, -10.0, 0.0, 10.0, 20.0))]
@@ -164,6 +165,15 @@ def test_every_drawing_is_xml_and_stays_within_its_frame() -> None:
                 assert float(each.get("x", 0)) >= 0, name
                 assert float(each.get("x", 0)) + float(each.get("width", 0)) <= drawing.width + 1, name
                 assert float(each.get("y", 0)) + float(each.get("height", 0)) <= drawing.height + 1, name
+
+
+def test_a_trace_of_very_many_changes_stays_a_small_picture() -> None:
+    many = tuple(Budget(0.1 * index, 4, index % 13, 16) for index in range(72_000))
+    drawing = plots.throughput(msgspec.structs.replace(result(), budget=many)).svg()
+    assert len(drawing) < 250_000
+    thinned = plots._thinned(many, 3.6)
+    assert thinned[0].at_s == 0.0 and all(b.at_s - a.at_s >= 3.6 for a, b in pairwise(thinned))
+    assert plots._thinned(result().budget, 3.6) == list(result().budget)
 
 
 def test_bars_are_as_long_as_their_values() -> None:

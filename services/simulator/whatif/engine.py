@@ -84,6 +84,7 @@ class FastEngine:
         self.capacity = kv_tokens
         self.prefill_only = False
         self.sums = Sums()
+        self.firsts = 0  # first tokens made beside prefill, which `sums.decoded` does not count
         self.now_s = 0.0
         self.next_s = NEVER
         self.ended: list[tuple[float, Work]] = []
@@ -379,6 +380,7 @@ class FastEngine:
             self._hold(needed)
             ready = [work for work in ready if work in self._running]
         if ready:
+            self.firsts += len(ready)
             gone = set(ready)
             self._prefilling = [work for work in self._prefilling if work not in gone]
             for work in ready:

@@ -130,6 +130,10 @@ class Rollout:
 
     # ---- what is asked ----
 
+    def waiting(self) -> list[Episode]:
+        """Those that wait for a worker."""
+        return list(self._held)
+
     def start(self, task: RolloutTask) -> None:
         self.running += 1
         self._ask(Episode(task, self.episodes.of(task), self.host.now_s))

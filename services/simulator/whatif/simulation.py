@@ -270,8 +270,9 @@ class Simulation:
                 rewards = seen.rewards.pop(batch, [])
                 self.trainer.rewards[batch] = sum(rewards) / max(1, len(rewards))
                 self.trainer.tokens[batch] = self.rollout.tokens_of.get(batch, (0, 0))[1]
-            case StepFinished():
-                seen.steps.append((self.now_s, message))
+            case StepFinished(batch=batch):
+                if batch == len(seen.steps):  # it may be told twice
+                    seen.steps.append((self.now_s, message))
             case DecisionRecord():
                 seen.records.append((self.now_s, message, self._cause()))
             case GpusReturned():

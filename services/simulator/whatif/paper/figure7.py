@@ -75,7 +75,7 @@ def figure(run: Runner, options: Options) -> Figure:
             "A forces disaggregation at a fixed ratio even where colocation is better, as the paper does at 4 GPUs; with lent "
             "GPUs the ratio is kept in proportion. What prefill costs decoding in these engines is told at Figure 2(c): "
             "disaggregation can gain no more than that.",
-            "What lending gains is bounded by how long training GPUs are idle: see the share of training at Figure 5.",
+            *(_idle(done, hardware) for hardware in MODELS),
         ),
         sheets=tuple(
             Sheet(
@@ -115,6 +115,18 @@ def figure(run: Runner, options: Options) -> Figure:
             for hardware, model in MODELS.items()
         ),
     )
+
+
+def _idle(done: Done, hardware: str) -> str:
+    """What bounds the gain of lending: how long training GPUs are idle."""
+    parts: list[str] = []
+    for gpus in GPUS:
+        steps = [step for key, each in done.items() if key[:3] == (hardware, gpus, "roll") for step in each.steps]
+        whole = sum(step.end_s - step.start_s for step in steps)
+        parts.append(
+            f"{sum(step.wait_s for step in steps) / whole:.0%} at {gpus} GPUs" if whole else f"- at {gpus} GPUs"
+        )
+    return f"{MODELS[hardware]}: under ROLL, training waits this share of a step for its batch: {', '.join(parts)}. Lending can use no more."
 
 
 def best_ratios(run: Runner, options: Options) -> dict[tuple[str, int], tuple[int, int]]:

@@ -12,6 +12,7 @@ from services.simulator.whatif.policies import find
 from services.simulator.whatif.report import plots
 from services.simulator.whatif.report.html import Cell
 from services.simulator.whatif.report.summary import Interval, interval
+from services.simulator.whatif.result import PolicyResult
 from services.simulator.whatif.settings import Settings
 
 NAME: Final = "figure8"
@@ -77,10 +78,10 @@ def figure(run: Runner, options: Options) -> Figure:
         setting=f"Qwen3-8B, 16 training and {GPUS} rollout GPUs, {options.fixed_hours:g} h a run; training takes as much longer as the batch is larger.",
         claims=tuple(claims),
         differences=(
-            "Throughput falls with longer limits in the paper, for attention over longer contexts and a longer tail; here tokens "
-            "of training are counted with the whole context, which grows with the limit faster than the time does, and few of the "
-            "recorded trajectories are longer than 32K.",
-            "The paper does not say how training time changes with the batch; here it is in proportion.",
+            _growth(done, (TRAIN_BATCH, LENGTHS[0]), (TRAIN_BATCH, LENGTHS[-1]), "maximum length", options),
+            _growth(done, (BATCHES[0], LENGTHS[-1]), (BATCHES[-1], LENGTHS[-1]), "batch", options),
+            "The paper does not say how training time changes with the batch; here it is in proportion. Its trajectories are not "
+            "public: how many of them a limit cuts is not known.",
         ),
         sheets=(
             Sheet(
@@ -116,6 +117,24 @@ def figure(run: Runner, options: Options) -> Figure:
                 ("b", "maximum trajectory length, tokens", by_length, 1),
             )
         ),
+    )
+
+
+def _growth(
+    done: dict[tuple[Point, str, int], PolicyResult], least: Point, most: Point, what: str, options: Options
+) -> str:
+    """What a train step of the paper's PEARL consists of at both ends of a range."""
+
+    def of(point: Point) -> tuple[float, float]:
+        steps = [step for seed in options.run_seeds for step in done[point, "pearl-paper", seed].steps]
+        count = max(1, len(steps))
+        tokens = sum(step.rollout_tokens + step.trained_tokens for step in steps) / count
+        return tokens, sum(step.end_s - step.start_s for step in steps) / count
+
+    (few, short_s), (many, long_s) = of(least), of(most)
+    return (
+        f"From the least to the largest {what}, a train step of pearl-paper grows from {few:,.0f} to {many:,.0f} tokens and from "
+        f"{short_s:.0f} to {long_s:.0f} s: throughput is the one over the other, and trained tokens count the whole context."
     )
 
 

@@ -66,9 +66,10 @@ def print_figures(figures: Sequence[Figure], console: Console | None = None) -> 
 
 
 def write_report(figures: Sequence[Figure], folder: Path, told: str, wall_s: float) -> None:
-    """`index.html`, `paper.json` and a plot a file into `folder`, which is made. Raises ConfigError."""
+    """`index.html`, `paper.md`, `paper.json` and a plot a file into `folder`, which is made. Raises ConfigError."""
     files = {f"{name}.svg": drawing.svg() for figure in figures for name, drawing, _ in figure.drawings}
     files["paper.json"] = json.dumps(as_json(figures, wall_s), indent=1) + "\n"
+    files["paper.md"] = as_markdown(figures, told)
     files["index.html"] = page(figures, told)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -76,6 +77,27 @@ def write_report(figures: Sequence[Figure], folder: Path, told: str, wall_s: flo
             (folder / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"--report {folder}: cannot be written ({error})") from error
+
+
+def as_markdown(figures: Sequence[Figure], told: str) -> str:
+    """Claims and reasons, for documents."""
+    counts = ", ".join(f"{count} {name}" for name, count in tally(figures).items() if count)
+    lines = [f"Simulated, nothing measured on GPUs: {told}", "", f"{counts}. {RULE}", ""]
+    for figure in figures:
+        lines += [f"## {figure.title}", "", f"Paper {figure.section}. {figure.setting}", ""]
+        lines += ["| claim | paper | simulated | verdict | tolerance |", "|---|---|---|---|---|"]
+        lines += [
+            f"| {_cell(each.text)} | {each.paper} | {each.ours} | {each.verdict} | ± {each.within:g} |"
+            for each in figure.claims
+        ]
+        lines.append("")
+        if any(each.verdict in (SAME_SIDE, DISAGREES) for each in figure.claims):
+            lines += ["Why the simulation differs:", "", *(f"- {line}" for line in figure.differences), ""]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
 
 
 def page(figures: Sequence[Figure], told: str) -> str:

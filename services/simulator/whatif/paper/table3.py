@@ -61,8 +61,8 @@ def figure(run: Runner, options: Options) -> Figure:
         setting="The runs of Figure 5. The single operations' times are taken over from the paper: they cannot agree or disagree.",
         claims=tuple(claims),
         differences=(
-            "An expansion in a running cluster also waits for the plan before it, for others of its group, and begins anew with a "
-            "newer weight version: what it takes from arrival to serving is more than the two operations.",
+            "The paper's means are of the operations alone. An expansion in a running cluster also waits for the plan before it and "
+            "for others of its group, all of which are admitted at once.",
         ),
         sheets=(Sheet("Seconds", ("operation", "paper", "input of the simulation"), tuple(rows)),),
     )

@@ -9,6 +9,7 @@ from typing import Final
 from services.simulator.whatif.report.summary import (
     USES,
     PolicySummary,
+    base_name,
     gains,
 )
 from services.simulator.whatif.report.svg import DASHES, SERIES, Drawing, Scale, amount, from_zero, number
@@ -22,6 +23,8 @@ MOST_GPUS: Final = 64
 THINNEST_PX: Final = 0.25
 """Spans thinner than this are left out of the picture."""
 MOST_DOTS: Final = 2000
+FINEST: Final = 2000
+"""Parts of the time axis that are told apart."""
 
 _Dot = tuple[int, float, float, str]
 
@@ -47,17 +50,18 @@ def indices(names: Sequence[str]) -> dict[str, int]:
 
 def throughput(result: Result) -> Drawing:
     """Tokens/s of each train step over time, above the GPU budget: training, reserved, preemptible (paper Figure 6)."""
-    drawing = Drawing(WIDTH, 400, f"Throughput over time, {result.trace}, simulated")
+    drawing = Drawing(WIDTH, 400, f"Throughput over time, {base_name(result.trace)}, simulated")
     top, bottom = 56.0, 340.0
     time = Scale(0.0, max(result.hours * 60, 1e-9), LEFT, WIDTH - RIGHT)
     series = [(name, _stepped(policy)) for name, policy in result.policies.items()]
     rate = from_zero((value for _, points in series for _, _, value in points), bottom, top)
     most = max((each.reserved_gpus + each.preemptible_gpus + each.training_gpus for each in result.budget), default=0)
     gpus = from_zero([most], bottom, top)
+    budget = _thinned(result.budget, result.hours * 3600 / FINEST)
     layers = (("training", "area0"), ("reserved", "area1"), ("preemptible", "area2"))
     for index, (name, fill) in enumerate(layers):
         drawing.path(
-            _layer(result.budget, index, result.hours, time, gpus),
+            _layer(budget, index, result.hours, time, gpus),
             fill=fill,
             more=' fill-opacity="0.55"',
             tip=f"{name} GPUs",
@@ -90,6 +94,17 @@ def _stepped(policy: PolicyResult) -> list[tuple[float, float, float]]:
 
 def _rate(step: Step) -> float:
     return (step.rollout_tokens + step.trained_tokens) / max(step.end_s - step.start_s, 1e-9)
+
+
+def _thinned(budget: Sequence[Budget], least_s: float) -> list[Budget]:
+    """Without what is narrower than can be seen: of changes within `least_s` of each other the last."""
+    found: list[Budget] = []
+    for each in budget:
+        if found and each.at_s - found[-1].at_s < least_s:
+            found[-1] = Budget(found[-1].at_s, each.reserved_gpus, each.preemptible_gpus, each.training_gpus)
+        else:
+            found.append(each)
+    return found
 
 
 def _layer(budget: Sequence[Budget], index: int, hours: float, time: Scale, gpus: Scale) -> str:

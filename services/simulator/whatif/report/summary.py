@@ -114,6 +114,11 @@ def intervals(results: Sequence[Result], reference: str = "") -> dict[str, objec
     return {"reference": chosen, "seeds": [each.seed for each in results], "policies": policies}
 
 
+def base_name(name: str) -> str:
+    """A file's name without its folder: reports are passed on."""
+    return name.replace("\\", "/").rsplit("/", 1)[-1]
+
+
 def reference_of(result: Result, wanted: str = "") -> str:
     """The policy that others are compared with: `wanted`, else "roll", else the first."""
     for name in (wanted, "roll"):

@@ -15,6 +15,7 @@ from services.simulator.whatif.report.sensitivity import Sensitivity
 from services.simulator.whatif.report.summary import (
     Interval,
     PolicySummary,
+    base_name,
     gains,
     reference_of,
     summarise,
@@ -78,14 +79,9 @@ def inputs_line(results: Sequence[Result]) -> str:
     first = results[0]
     seeds = ", ".join(str(each.seed) for each in results)
     return (
-        f"Simulated: trace {_base(first.trace)}, workload {_base(first.workload)}, hardware {_base(first.hardware)}, "
+        f"Simulated: trace {base_name(first.trace)}, workload {base_name(first.workload)}, hardware {base_name(first.hardware)}, "
         f"{first.hours:g} h, seed{'s' if len(results) > 1 else ''} {seeds}."
     )
-
-
-def _base(name: str) -> str:
-    """A file's name without its folder: reports are passed on."""
-    return name.replace("\\", "/").rsplit("/", 1)[-1]
 
 
 def write_report(
@@ -159,7 +155,7 @@ def whole_page(
             "note",
         )
     )
-    return html.page(f"PEARL what-if: {_base(first.trace)}", parts)
+    return html.page(f"PEARL what-if: {base_name(first.trace)}", parts)
 
 
 def verdict(summaries: Sequence[PolicySummary], reference: str) -> list[str]:
@@ -249,9 +245,9 @@ def models_table(summaries: Sequence[PolicySummary]) -> str:
 def inputs_table(result: Result) -> str:
     """The settings; the first seed's."""
     rows: list[list[Cell | str]] = [
-        ["trace", _base(result.trace)],
-        ["workload", _base(result.workload)],
-        ["hardware", _base(result.hardware)],
+        ["trace", base_name(result.trace)],
+        ["workload", base_name(result.workload)],
+        ["hardware", base_name(result.hardware)],
         ["hours", f"{result.hours:g}"],
         *(
             [name, f"{value:g}" if isinstance(value, float) else str(value)]
