@@ -264,7 +264,7 @@ _WEIGHTS: Final = {
 
 
 def _trouble(rng: random.Random, shape: Shape) -> list[Fault]:
-    count = rng.choice((0, 1, 2, 4, 6, 9, 13))
+    count = rng.choice((0, 1, 3, 6, 10, 14, 20))
     return [_fault(rng, shape, rng.randrange(100, FAULTS_MS)) for _ in range(count)]
 
 
@@ -296,8 +296,10 @@ def _fault(rng: random.Random, shape: Shape, at_ms: int) -> Fault:
     names = names_of(shape)
     known = list(names.get(TARGETS.get(kind, ""), ()))
     target = rng.choice(known) if known else ""
-    if kind in ("crash", "crash_at_call", "freeze", "cut") and rng.random() < 0.5:
-        # Half of them hit what carries changes out.
+    luck = rng.random()
+    if kind in ("crash", "crash_at_call", "freeze", "cut") and luck < 0.3:
+        target = rng.choice((*names["worker"], "trainer"))
+    elif kind in ("crash", "crash_at_call", "freeze", "cut") and luck < 0.75:  # what carries changes out
         target = rng.choice(
             (*ORCHESTRATORS, "cluster_rebuilder", "toggle_manager", "elastic_scheduler", "decision_engine")
         )
