@@ -151,7 +151,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "a group is admitted one by one": rewrite(
         core_plans.admit, ("for assign in plan.add]\n    changed +=", "for assign in plan.add[:1]]\n    changed +=")
     ),
-    "a failure is not reported": rewrite(ClusterRebuilderCore._failed, ("    return found", "    return []")),
     # 11.9
     "gate sign": rewrite(makespan.borrowing_pays, ("> toggle_s", "< toggle_s")),
     "hysteresis off": rewrite(choose._wins, ("> threshold", "> 0")),
