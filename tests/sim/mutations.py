@@ -15,13 +15,12 @@ from collections.abc import Callable
 from typing import Any
 
 import messages
-from pearl_state import plan, progress, store, watch
+from pearl_state import orders, plan, progress, store, watch
 from services.agent.episode import Episode
 from services.agent.request_state import RequestState
 from services.agent.service import Agent
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine import choose, makespan
-from services.elastic_scheduler.core import ElasticSchedulerCore
 from services.node_agent.core import NodeAgentCore
 from services.orchestrator import core as orchestrator_core
 from services.orchestrator import core_lending, core_plans
@@ -141,14 +140,17 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         progress.is_drained, ("return known is not None", "return True or known is not None")
     ),
     # 11.7
-    "reclaim deadline not enforced": rewrite(NodeAgentCore._enforce, ("if not due:", "if True:")),
-    "return deadline not enforced": rewrite(ToggleManagerCore._bounded, ("if given_up(", "if False and given_up(")),
-    "a reclaim is not passed on": rewrite(ElasticSchedulerCore._emit, ("leaving = _leaving(self.config.slots, available, remembered)", "leaving = ()")),
-    # 11.8
-    "a failed joiner is admitted later": rewrite(
-        core_plans.roll_back, ("changed.append(_cancelled(row, assign.role_generation if plan.stage == APPLYING else None))", "pass")
+    "reclaim deadline not enforced": both(  # neither by the node agent nor by the rebuilder
+        rewrite(NodeAgentCore._enforce, ("if not due:", "if True:")),
+        rewrite(orders.given_up, ("return now_ms >= kill_at_ms(", "return False and now_ms >= kill_at_ms(")),
     ),
-    "a failure is not reported": rewrite(ClusterRebuilderCore._failed, ("    return found", "    return []")),
+    "return deadline not enforced": rewrite(
+        orders.given_up, ("return now_ms >= kill_at_ms(", "return False and now_ms >= kill_at_ms(")
+    ),
+    # 11.8
+    "a group is admitted one by one": rewrite(
+        core_plans.admit, ("for assign in plan.add]\n    changed +=", "for assign in plan.add[:1]]\n    changed +=")
+    ),
     # 11.9
     "gate sign": rewrite(makespan.borrowing_pays, ("> toggle_s", "< toggle_s")),
     "hysteresis off": rewrite(choose._wins, ("> threshold", "> 0")),
