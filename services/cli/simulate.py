@@ -1,15 +1,11 @@
-"""`pearl simulate`: its sub-commands, each a module function of `services.simulator`."""
+"""`pearl simulate`: hands over to the sub-command's module. `parser.py` has their options."""
 
 from __future__ import annotations
 
 import argparse
-
-from services.cli import simulate_faults
-
-RUNNERS = {"faults": simulate_faults.run}
-"""Sub-command -> what runs it. `parser.py` has their options."""
+import importlib
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0 done, 1 a promise was broken, 2 the input is wrong."""
-    return RUNNERS[arguments.simulation](arguments)
+    """Exit 0 done, 1 something was found, 2 the input is wrong. Sub-command `x` is `services.cli.simulate_x`."""
+    return importlib.import_module(f"services.cli.simulate_{arguments.simulation}").run(arguments)

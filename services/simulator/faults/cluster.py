@@ -37,8 +37,9 @@ import msgspec
 from messages.decision_engine import BudgetChanged
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, TrainingFinished
 from messages.envelope import Message, encode
-from messages.ids import Activity, DecisionId, Incarnation, Mode, NodeId, Role, WorkerId, Zone
+from messages.ids import Activity, DecisionId, Incarnation, Mode, NodeId, Role, RoleGeneration, WorkerId, Zone
 from messages.orchestrator import TargetConfiguration
+from messages.rollout_worker import Generate
 from messages.subjects import stream, subject_of, telemetry_subject
 from pearl_state.model import Pair, RoleTable, Row
 from pearl_state.watch import Replica
@@ -74,6 +75,7 @@ from services.orchestrator.service import Orchestrator
 from services.pipeline_scheduler.config import Config as PipelineConfig
 from services.pipeline_scheduler.core import PipelineSchedulerCore
 from services.rollout_worker.config import Config as WorkerConfig
+from services.rollout_worker.core import RolloutWorkerCore, WorkerState
 from services.rollout_worker.engines.base import GenerateSpec
 from services.rollout_worker.service import EngineFailedError, OrphanedError, RolloutWorker
 from services.router.config import Config as RouterConfig
@@ -245,6 +247,20 @@ class WishCore:
             training_batch=budget.training_batch,
         )
         return state, (Send(target),)
+
+
+class WatchedWorkerCore(RolloutWorkerCore):
+    """Remembers under which generation of the worker's role each attempt was let in."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, *, released: bool = False) -> None:
+        super().__init__(worker, incarnation, released=released)
+        self.let_in: dict[tuple[str, int], RoleGeneration] = {}
+
+    def refusal(self, state: WorkerState, request: Generate) -> str:
+        reason = super().refusal(state, request)
+        if not reason:
+            self.let_in[request.request, request.attempt] = state.role_generation
+        return reason
 
 
 class Cluster:
@@ -772,6 +788,8 @@ class Cluster:
                 fetch=engine.fetch,
                 pid=record.pid,
             )
+            core = shell.core = WatchedWorkerCore(record.worker, record.incarnation, released=shell.core.released)
+            started.let_in = core.let_in
             await shell.run(started.stop)
 
         return run
@@ -814,14 +832,15 @@ class Cluster:
     def began(self, engine: Engine, spec: GenerateSpec) -> None:
         request = self.network.generates.get((engine.worker, spec.request, spec.attempt))
         started = self.worker(engine.worker)
-        state = started.state.state
+        state: WorkerState = started.state.state
+        generation = started.let_in.get((spec.request, spec.attempt), state.role_generation)
         self.see(
             AttemptBegan(
                 at_ms=self.now_ms,
                 worker=engine.worker,
                 incarnation=engine.incarnation,
                 role=state.role,
-                role_generation=state.role_generation,
+                role_generation=generation,
                 request=spec.request,
                 attempt=spec.attempt,
                 start=len(spec.prefix),
