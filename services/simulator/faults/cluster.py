@@ -140,15 +140,20 @@ def small_job(
     policy: str = "planner",
     toggle_guess_s: float = 0.05,
     silence_ms: int = 2_500,
+    gpus_per_worker: int = 1,
+    evaluate: bool = False,
+    early_start: bool = True,
 ) -> JobFile:
-    """r0 (reserved), s0, s1 ... (preemptible), t0 (training), one GPU a worker; short times, so that runs are short."""
+    """r0 (reserved), s0, s1 ... (preemptible), t0 (training); sizes count workers; short times, so that runs are short."""
     nodes = [("r0", Zone.RESERVED, reserved)]
     nodes += [(f"s{index}", Zone.PREEMPTIBLE, gpus) for index, gpus in enumerate(spot)]
     nodes += [("t0", Zone.TRAINING, training)]
     return JobFile(
         job=JobSection(name="sim", seed=seed),
-        nodes=tuple(NodeSection(name=name, zone=zone, gpus=gpus) for name, zone, gpus in nodes if gpus),
-        rollout=RolloutSection(engine="emulated", max_running=4, heartbeat_ms=500),
+        nodes=tuple(
+            NodeSection(name=name, zone=zone, gpus=count * gpus_per_worker) for name, zone, count in nodes if count
+        ),
+        rollout=RolloutSection(engine="emulated", max_running=4, heartbeat_ms=500, gpus_per_worker=gpus_per_worker),
         pipeline=PipelineSection(
             batch_trajectories=batch,
             group_size=group,
@@ -156,6 +161,9 @@ def small_job(
             train_steps=steps,
             max_turns=4,
             max_new_tokens=64,
+            evaluate_every=1 if evaluate else 0,
+            evaluate_episodes=2,
+            early_start=early_start,
         ),
         training=TrainingSection(engine="emulated"),
         environment=EnvironmentSection(
