@@ -145,7 +145,7 @@ def _simulate_faults(simulations: argparse._SubParsersAction[argparse.ArgumentPa
 
 def _simulations(simulate: argparse.ArgumentParser) -> None:
     """The sub-commands of `pearl simulate`; `services.cli.simulate` has what runs them."""
-    from services.cli import simulate_output, simulate_run
+    from services.cli import simulate_output, simulate_run, simulate_selection
 
     simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
 
@@ -159,6 +159,14 @@ def _simulations(simulate: argparse.ArgumentParser) -> None:
     _json(run)
 
     _simulate_faults(simulations)
+    chosen = "how good the decision engine's choices are: regret over random workloads and budgets, simulated"
+    simulate_selection.add_selection(simulation("selection", chosen))
+    simulate_selection.add_selection(
+        simulation("gate", "borrow decisions over random windows against hindsight, simulated")
+    )
+    simulate_selection.add_table2(
+        simulation("table2", "the paper's Table 2: the ratio chosen against the best one, simulated")
+    )
 
     record = simulation("record", "write a workload file out of a job's journal, live or afterwards")
     _where(record)

@@ -1,21 +1,24 @@
-"""`pearl simulate`: its sub-commands, each a module function of `services.simulator`."""
+"""`pearl simulate`: hands over to the sub-command's module. `parser.py` has their options."""
 
 from __future__ import annotations
 
 import argparse
-
-from services.cli import simulate_faults, simulate_paper, simulate_record, simulate_report, simulate_run
+import importlib
 
 RUNNERS = {
-    "faults": simulate_faults.run,
-    "run": simulate_run.run,
-    "record": simulate_record.run,
-    "report": simulate_report.run,
-    "paper": simulate_paper.run,
+    "faults": "simulate_faults:run",
+    "run": "simulate_run:run",
+    "record": "simulate_record:run",
+    "report": "simulate_report:run",
+    "paper": "simulate_paper:run",
+    "selection": "simulate_selection:selection",
+    "gate": "simulate_selection:gate",
+    "table2": "simulate_selection:table2",
 }
-"""Sub-command -> what runs it. `parser.py` has their options."""
+"""Sub-command -> module and function; loaded when asked for, since some need much."""
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Exit 0 done, 1 a promise was broken, 2 the input is wrong."""
-    return RUNNERS[arguments.simulation](arguments)
+    """Exit 0 done, 1 something was found, 2 the input is wrong."""
+    module, _, function = RUNNERS[arguments.simulation].partition(":")
+    return getattr(importlib.import_module(f"services.cli.{module}"), function)(arguments)

@@ -23,7 +23,7 @@ from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import Message, UndecodableMessage, encode
 from messages.ids import Incarnation, WorkerId
 from messages.node_agent import Kill, Launch
-from messages.orchestrator import GpuFree, WorkerGone
+from messages.orchestrator import GpuFree, WorkerGone, WorkerReady
 from messages.runtime_tracker import NodeHeartbeat
 from messages.subjects import decode_on, event_subject, message_id, stream, subject_of
 from services.jobfile import JobFile
@@ -174,12 +174,15 @@ class NodeAgent:
         """Take up what an earlier agent left. Returns this agent's incarnation, above all before."""
         last_up = await self._newest(events, event_subject(self._job, NodeUp, self._config.node), NodeUp)
         before = 0 if last_up is None else last_up.agent_incarnation
+        ended: dict[WorkerId, Incarnation] = {}
         for worker in self._config.workers:
             gone = await self._newest(events, event_subject(self._job, WorkerGone, worker), WorkerGone)
             if gone is not None:
+                ended[worker] = gone.incarnation
                 self._feed(Ended(gone.worker, gone.incarnation, gone.reason))
         for worker in self._config.workers:
-            await self._adopt(worker, foreign=last_up is None)
+            if not await self._adopt(worker, foreign=last_up is None):
+                await self._report_lost(events, worker, ended.get(worker, Incarnation(0)))
         return max(self._clock(), before + 1)
 
     async def _newest(self, events: str, subject: str, kind: type[M]) -> M | None:
@@ -190,12 +193,23 @@ class NodeAgent:
                 newest = decode_on(self._job, subject, delivery.data, kind)
         return newest
 
-    async def _adopt(self, worker: WorkerId, foreign: bool) -> None:
+    async def _report_lost(self, events: str, worker: WorkerId, ended: Incarnation) -> None:
+        """A process that once said it was ready, whose end nobody reported and of which there is no pid file: the machine is
+        another one, or lost its disk. Unsaid, it would be counted on until a lease or a plan's deadline has passed."""
+        ready = await self._newest(events, event_subject(self._job, WorkerReady, worker), WorkerReady)
+        if ready is None or ready.incarnation <= ended:
+            return
+        self._log.warning(f"{worker} incarnation {ready.incarnation} left no trace here", action="process_lost")
+        self._feed(Adopted(worker, ready.incarnation, self._config.gpus_of[worker], "rollout_worker", 0))
+        self._feed(Exited(worker, ready.incarnation, "exit:unknown"))
+
+    async def _adopt(self, worker: WorkerId, foreign: bool) -> bool:
         """Adopt a process, or report that it ended meanwhile. `foreign`: the stream never heard of this node, so
-        the process belongs to a job of the same name whose NATS data is gone; its incarnations mean nothing here."""
+        the process belongs to a job of the same name whose NATS data is gone; its incarnations mean nothing here.
+        False if there is no pid file."""
         record = self._pids.read(worker, lambda text: self._log.warning(text, action="pid_file"))
         if record is None:
-            return
+            return False
         supervised = self._pids.adopt(record)
         if foreign:
             if self._pids.lives(record):
@@ -203,11 +217,12 @@ class NodeAgent:
                 supervised.signal(hard=True)
                 await supervised.ended()
             self._pids.forget(worker, record.incarnation)
-            return
+            return True
         started_ms = int(record.start_time * 1000)
         self._running[worker] = supervised
         self._feed(Adopted(worker, record.incarnation, record.gpus, record.service, started_ms))
         self._watch(supervised)
+        return True
 
     # The loop
 

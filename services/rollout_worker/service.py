@@ -379,7 +379,7 @@ class RolloutWorker:
         attempt.task.add_done_callback(lambda _: self._attempts.pop(key))
 
     def _remember(self, request: Generate) -> None:
-        """An attempt that made tokens has ended; a copy of its request that is still on its way must not run."""
+        """An attempt that ran has ended; a copy of its request that is still on its way must not run."""
         self._ended[request.request, request.attempt] = None
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
@@ -427,8 +427,9 @@ class RolloutWorker:
                 )
         finally:
             await _close(stream)
-            if begun:
+            if finish != "refused":
                 self._remember(request)
+            if begun:
                 self._log_attempt(attempt, start, finish)
 
     async def _chunk(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -17,7 +18,7 @@ from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import Message, decode, encode
 from messages.ids import Incarnation, NodeId, WorkerId, Zone
 from messages.node_agent import Kill, Launch
-from messages.orchestrator import GpuFree, WorkerGone
+from messages.orchestrator import GpuFree, WorkerGone, WorkerReady
 from messages.runtime_tracker import NodeHeartbeat
 from messages.subjects import event_subject, stream, subject_of, telemetry_subject
 from services.durable import durable_state
@@ -216,6 +217,25 @@ async def test_an_end_while_the_agent_was_away_is_reported(nodes: list[Node], bu
         process.kill()
         node.start()
         assert (await node.gone("n1-w0")).incarnation == 1
+
+
+async def test_a_ready_process_of_a_machine_that_lost_its_disk_is_reported(
+    nodes: list[Node], bus: MemoryBus, tmp_path: Path
+) -> None:
+    """Nobody else can say so: the others would wait for a lease, or for a plan's deadline."""
+    async with asyncio.timeout(TEST_S):
+        node = make(nodes, bus, tmp_path)
+        await node.up()
+        await node.command(launch())
+        process = await node.process("n1-w0")
+        ready = WorkerReady(worker=WorkerId("n1-w0"), incarnation=Incarnation(1), endpoint="", pid=1, init_ms=1)
+        await bus.publish_durable(subject_of(node.job.job.name, ready), encode(ready), msg_id="ready")
+        await node.crash()
+        process.kill()
+        shutil.rmtree(tmp_path)
+        node.start()
+        gone = await node.gone("n1-w0")
+        assert (gone.incarnation, gone.reason) == (1, "exit:unknown")
 
 
 async def test_processes_of_an_earlier_job_of_this_name_are_ended(

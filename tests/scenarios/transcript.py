@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 
 from messages.agent import RequestInterrupted
@@ -50,6 +51,27 @@ def transcript(record: Sequence[Seen], since: int, since_ms: int) -> str:
         at = f"{(seen.at_ms - since_ms) / 1000:7.2f}"
         lines += [f"{at}  {who or _sender(seen):18} {line}" for line in found]
     return "\n".join(lines) + "\n"
+
+
+def story(text: str) -> set[str]:
+    """What a transcript tells, without times, epochs, counters and requests: each move, command and report once."""
+    told: set[str] = set()
+    for line in text.splitlines():
+        match = _LINE.match(line)
+        if match is None:
+            continue
+        who, what = match[1].strip(), match[2]
+        if who == "table":
+            told.update(_NUMBER.sub("", part) for part in _SEPARATOR.split(what.partition(": ")[2]))
+        elif what.startswith(("> ", "plan ", "GPUs ")):
+            told.add(f"{who} {_NUMBER.sub('', what)}")
+    return told
+
+
+_LINE = re.compile(r" *[0-9.]+  (.{18}) (.*)")
+_SEPARATOR = re.compile(r"; |, (?=\S+ (?:serves|launching|prepared|draining|switching|active|inactive))")
+_NUMBER = re.compile(r"(?<=plan )p\d+|, -?\d+ ms before the deadline| to version \d+|(?<=batch )\S+| \(.*\)")
+"""What moves with the time that things take: plan ids, spare time, versions, batches, reasons."""
 
 
 def _sender(seen: Seen) -> str:

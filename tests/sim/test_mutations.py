@@ -1,6 +1,6 @@
 """Mutation tests: each rule that is deliberately broken (`mutations.py`) is found by the fault simulation within 200 seeds.
 
-A process a mutation, two at a time. Each tries the seed that found it when the mutation was written first, then all others.
+A process a mutation, two at a time. Each tries the plans first that are likely to meet the rule (`LIKELY`), then all others.
 """
 
 from __future__ import annotations

@@ -37,8 +37,9 @@ import msgspec
 from messages.decision_engine import BudgetChanged
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, TrainingFinished
 from messages.envelope import Message, encode
-from messages.ids import Activity, DecisionId, Incarnation, Mode, NodeId, Role, WorkerId, Zone
+from messages.ids import Activity, DecisionId, Incarnation, Mode, NodeId, Role, RoleGeneration, WorkerId, Zone
 from messages.orchestrator import TargetConfiguration
+from messages.rollout_worker import Generate
 from messages.subjects import stream, subject_of, telemetry_subject
 from pearl_state.model import Pair, RoleTable, Row
 from pearl_state.watch import Replica
@@ -74,6 +75,7 @@ from services.orchestrator.service import Orchestrator
 from services.pipeline_scheduler.config import Config as PipelineConfig
 from services.pipeline_scheduler.core import PipelineSchedulerCore
 from services.rollout_worker.config import Config as WorkerConfig
+from services.rollout_worker.core import RolloutWorkerCore, WorkerState
 from services.rollout_worker.engines.base import GenerateSpec
 from services.rollout_worker.service import EngineFailedError, OrphanedError, RolloutWorker
 from services.router.config import Config as RouterConfig
@@ -138,15 +140,20 @@ def small_job(
     policy: str = "planner",
     toggle_guess_s: float = 0.05,
     silence_ms: int = 2_500,
+    gpus_per_worker: int = 1,
+    evaluate: bool = False,
+    early_start: bool = True,
 ) -> JobFile:
-    """r0 (reserved), s0, s1 ... (preemptible), t0 (training), one GPU a worker; short times, so that runs are short."""
+    """r0 (reserved), s0, s1 ... (preemptible), t0 (training); sizes count workers; short times, so that runs are short."""
     nodes = [("r0", Zone.RESERVED, reserved)]
     nodes += [(f"s{index}", Zone.PREEMPTIBLE, gpus) for index, gpus in enumerate(spot)]
     nodes += [("t0", Zone.TRAINING, training)]
     return JobFile(
         job=JobSection(name="sim", seed=seed),
-        nodes=tuple(NodeSection(name=name, zone=zone, gpus=gpus) for name, zone, gpus in nodes if gpus),
-        rollout=RolloutSection(engine="emulated", max_running=4, heartbeat_ms=500),
+        nodes=tuple(
+            NodeSection(name=name, zone=zone, gpus=count * gpus_per_worker) for name, zone, count in nodes if count
+        ),
+        rollout=RolloutSection(engine="emulated", max_running=4, heartbeat_ms=500, gpus_per_worker=gpus_per_worker),
         pipeline=PipelineSection(
             batch_trajectories=batch,
             group_size=group,
@@ -154,6 +161,9 @@ def small_job(
             train_steps=steps,
             max_turns=4,
             max_new_tokens=64,
+            evaluate_every=1 if evaluate else 0,
+            evaluate_episodes=2,
+            early_start=early_start,
         ),
         training=TrainingSection(engine="emulated"),
         environment=EnvironmentSection(
@@ -245,6 +255,20 @@ class WishCore:
             training_batch=budget.training_batch,
         )
         return state, (Send(target),)
+
+
+class WatchedWorkerCore(RolloutWorkerCore):
+    """Remembers under which generation of the worker's role each attempt was let in."""
+
+    def __init__(self, worker: WorkerId, incarnation: Incarnation, *, released: bool = False) -> None:
+        super().__init__(worker, incarnation, released=released)
+        self.let_in: dict[tuple[str, int], RoleGeneration] = {}
+
+    def refusal(self, state: WorkerState, request: Generate) -> str:
+        reason = super().refusal(state, request)
+        if not reason:
+            self.let_in[request.request, request.attempt] = state.role_generation
+        return reason
 
 
 class Cluster:
@@ -772,6 +796,8 @@ class Cluster:
                 fetch=engine.fetch,
                 pid=record.pid,
             )
+            core = shell.core = WatchedWorkerCore(record.worker, record.incarnation, released=shell.core.released)
+            started.let_in = core.let_in
             await shell.run(started.stop)
 
         return run
@@ -814,14 +840,15 @@ class Cluster:
     def began(self, engine: Engine, spec: GenerateSpec) -> None:
         request = self.network.generates.get((engine.worker, spec.request, spec.attempt))
         started = self.worker(engine.worker)
-        state = started.state.state
+        state: WorkerState = started.state.state
+        generation = started.let_in.get((spec.request, spec.attempt), state.role_generation)
         self.see(
             AttemptBegan(
                 at_ms=self.now_ms,
                 worker=engine.worker,
                 incarnation=engine.incarnation,
                 role=state.role,
-                role_generation=state.role_generation,
+                role_generation=generation,
                 request=spec.request,
                 attempt=spec.attempt,
                 start=len(spec.prefix),

@@ -98,6 +98,8 @@ class History:
                 self._on_stored(message, seen.at_ms)
             case ProcessBegan():
                 self.alive[seen.worker, seen.incarnation] = seen
+                # One of whom nothing was ever heard may begin anew under its incarnation, on another machine.
+                self.ended.discard((seen.worker, seen.incarnation))
                 # Where GPUs are lent a process holds nothing before it says so.
                 lent = self._zones.get(seen.node) is Zone.TRAINING
                 self._hold(seen.node, seen.gpus, (seen.worker, seen.incarnation), not lent)

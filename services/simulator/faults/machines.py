@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, Final
 
-from messages.ids import Incarnation, WorkerId
+from messages.ids import Incarnation, RoleGeneration, WorkerId
 from services.node_agent.processes import PidFile, Pids
 from services.node_agent.processes import Process as Supervised
 from services.simulator.faults.engine import Engine
@@ -34,6 +34,7 @@ class Started:
         self.engine: Engine | None = None
         self.group: Group | None = None
         self.state: Any = None  # the shell within, for onlookers
+        self.let_in: dict[tuple[str, int], RoleGeneration] = {}  # attempts, with the worker's generation at that time
         self.gone: list[asyncio.Future[str]] = []
 
     @property

@@ -94,7 +94,7 @@ class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
 
 
 class Shape(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
-    """The cluster and its job: arguments of `cluster.small_job`."""
+    """The cluster and its job: arguments of `cluster.small_job`. `reserved`, `spot` and `training` count workers."""
 
     reserved: int = 2
     spot: tuple[int, ...] = (2, 1)
@@ -107,6 +107,9 @@ class Shape(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fiel
     staleness: int = 1
     policy: str = "planner"
     toggle_guess_s: float = 0.01
+    gpus_per_worker: int = 1
+    evaluate: bool = False
+    early_start: bool = True
 
     def job(self, seed: int) -> JobFile:
         """The job file."""
@@ -146,9 +149,13 @@ def problem_of(plan: Plan) -> str:
         or min(shape.spot, default=0) < 0
         or shape.reserved + sum(shape.spot) < 1
     ):
-        return "shape: reserved and spot count GPUs (some of them), training at least 1"
-    if min(shape.steps, shape.batch, shape.group) < 1 or shape.staleness < 0 or shape.batch % shape.group:
-        return "shape: steps, batch and group are at least 1, staleness at least 0, and batch is a multiple of group"
+        return "shape: reserved and spot count workers (some of them), training at least 1"
+    if (
+        min(shape.steps, shape.batch, shape.group, shape.gpus_per_worker) < 1
+        or shape.staleness < 0
+        or shape.batch % shape.group
+    ):
+        return "shape: steps, batch, group and gpus_per_worker are at least 1, staleness at least 0, and batch is a multiple of group"
     names = names_of(shape)
     for number, fault in enumerate(plan.faults):
         where = f"faults[{number}] ({fault.kind})"
@@ -204,6 +211,8 @@ def draw(seed: int) -> Plan:
         faults += _burst(rng, shape)
     if rng.random() < 0.15:
         faults += _storm(rng, shape)
+    if shape.reserved == 0:  # without workers the work is never done
+        faults += [Fault(FAULTS_MS + 1_000, "available", node, gpus=gpus) for node, gpus in _spot(shape)]
     return Plan(seed=seed, shape=shape, faults=tuple(sorted(faults, key=lambda fault: fault.at_ms)))
 
 
@@ -213,7 +222,7 @@ def _shape(rng: random.Random) -> Shape:
     if rng.random() < 0.3:
         policy = rng.choice(("static-pd:1:1", "static-pd:1:2")) if disaggregation else "colocated"
     return Shape(
-        reserved=rng.choice((1, 2, 2)),
+        reserved=rng.choice((0, 1, 1, 2, 2, 2, 2)),
         spot=rng.choice(((2, 1), (2,), (1, 1), (2, 2))),
         training=rng.choice((1, 2)),
         steps=rng.choice((2, 3)),
@@ -224,6 +233,9 @@ def _shape(rng: random.Random) -> Shape:
         staleness=rng.choice((0, 1, 1, 2)),
         policy=policy,
         toggle_guess_s=rng.choice((0.001, 0.001, 0.05, 10.0)),
+        gpus_per_worker=rng.choice((1, 1, 1, 2)),
+        evaluate=rng.random() < 0.15,
+        early_start=rng.random() < 0.85,
     )
 
 

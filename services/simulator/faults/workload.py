@@ -38,6 +38,10 @@ def token_of(seed: int, index: int) -> int:
     return 1 + (seed + index * 7919) % (VOCABULARY - 1)
 
 
+ACCIDENTS: Final = 40
+"""One step in so many fails its episode; another sample may get through."""
+
+
 class Errand:
     """One episode: 1 to `MOST_TURNS` turns. The reward is a matter of the sample, so that groups have variance."""
 
@@ -58,6 +62,8 @@ class Errand:
         shortest, longest = STEP_S
         await asyncio.sleep(shortest + (longest - shortest) * (mixed(self._task, self._turn, action) % 100) / 100)
         self._turn += 1
+        if mixed("accident", self.sample_seed, self._turn) % ACCIDENTS == 0:
+            raise RuntimeError("the environment has had an accident")
         if self._turn > mixed("turns", self._task) % MOST_TURNS:
             return StepResult(observation="", reward=float(mixed(self.sample_seed) % 2), done=True)
         return StepResult(observation=self._observation())
