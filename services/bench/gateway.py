@@ -279,7 +279,7 @@ async def _sglang_router(stack: contextlib.AsyncExitStack, worker_port: int) -> 
         stack,
         *("-m", "sglang_router.launch_router", "--worker-urls", f"http://127.0.0.1:{worker_port}"),
         *("--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"),
-        *("--prometheus-port", str(metrics), "--model-path", "bench"),
+        *("--prometheus-port", str(metrics)),
         python=python,
     )
     way = Way("sglang-router", port, (psutil.Process(process.pid),))
