@@ -73,6 +73,8 @@ class Choice:
         if self.on_first is not None:
             self.on_first()
             self.on_first = None
+        if self._wake is None and not self.text.stops:
+            return None  # nobody reads along
         tokens = state.tokens
         new = tokens[self._seen :]
         self._seen = len(tokens)

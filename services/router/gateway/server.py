@@ -269,6 +269,8 @@ class HttpServer:
         ):
             raise of_status(415, f"send {JSON}, not {request.content_type[:80]}")
         try:
+            if request.content.is_eof():  # all of it is there: no need for a timer
+                return await request.read()
             async with asyncio.timeout(self._config.receive_s):
                 return await request.read()
         except TimeoutError:
