@@ -29,6 +29,8 @@ KEEPALIVE_S: Final = 75.0
 MOST_HEADER_BYTES: Final = 16384
 
 JSON: Final = "application/json"
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 log = get_logger("gateway")
 
