@@ -63,8 +63,8 @@ def durable_state(job: str, replicas: int = 1) -> tuple[Durable, ...]:
             account=APP,
             owner="pipeline_scheduler",
             writers="pipeline_scheduler",
-            keeps="each task until an agent acknowledges it (after the trajectory's end is in EV)",
-            restores="agents: the tasks of an agent that died are delivered again",
+            keeps="each task until an agent, or the gateway for a session, acknowledges it (after the trajectory's end is in EV)",
+            restores="agents, gateways: the tasks of one that died are delivered again",
         ),
         Durable(
             spec=StreamSpec(
@@ -74,8 +74,8 @@ def durable_state(job: str, replicas: int = 1) -> tuple[Durable, ...]:
                 replicas=replicas,
             ),
             account=APP,
-            owner="agents, one writer a trajectory",
-            writers="agent; purged by pipeline_scheduler",
+            owner="agents and gateways, one writer a trajectory",
+            writers="agent, gateway; purged by pipeline_scheduler",
             keeps="turns until the version trained from them is committed (all of them with pipeline.keep_journal)",
             restores="agents: resume a trajectory; trainer: the tokens of a batch",
         ),

@@ -208,7 +208,7 @@ class World:
     ):
         self.job = job or job_of()
         self.config = msgspec.structs.replace(
-            Config.of(self.job), keys=frozenset(map(digest_of, keys)), model=MODEL, **{"silence_ms": 60, **config}
+            Config.of(self.job), keys=frozenset(map(digest_of, keys)), model=MODEL, **{"silence_ms": 60_000, **config}
         )
         self.clock = ManualClock()
         self.broker = MemoryBroker(self.clock)

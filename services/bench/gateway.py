@@ -83,9 +83,9 @@ class Way(msgspec.Struct, frozen=True):
     port: int
     between: tuple[psutil.Process, ...]
 
-    def cpu_s(self) -> float:
-        """CPU seconds so far of what stands between."""
-        return sum(times.user + times.system for times in (process.cpu_times() for process in self.between))
+    def cpu_s(self) -> tuple[float, ...]:
+        """CPU seconds so far of each process that stands between."""
+        return tuple(times.user + times.system for times in (process.cpu_times() for process in self.between))
 
 
 class _Connection:
@@ -129,7 +129,7 @@ class _Connection:
         self._writer.close()
 
 
-async def measure(folder: Path, *, alone: int = 400, requests: int = 1600, streams: int = 64) -> list[Figure]:
+async def measure(folder: Path, *, alone: int = 400, requests: int = 6400, streams: int = 192) -> list[Figure]:
     """Latency of one request at a time; CPU of `CONCURRENT` at once; CPU of a streamed token, `STREAMS` replies at once."""
     async with ways_in(folder) as (ways, missing):
         seconds = await _latencies(ways, alone)
@@ -147,15 +147,21 @@ async def measure(folder: Path, *, alone: int = 400, requests: int = 1600, strea
                         "gateway", f"added by {way.name}, {label}", added[way.name], "ms", reference, "sglang-router"
                     )
                 )
+        rates = await _used(ways, requests, CONCURRENT, REPLY, stream=False)
+        costs = await _used(ways, streams, STREAMS, STREAMED, stream=True)
+        whole = {way.name: requests / (sum(rates[way.name]) or 1e-3) for way in others}
+        token = {way.name: sum(costs[way.name]) / (streams * STREAMED) * 1e6 for way in others}
         for case, unit, found in (
-            (f"requests/s a core, {CONCURRENT} at once", "1/s", await _rates(ways, requests)),
-            (f"CPU a streamed token, {STREAMS} at once", "us", await _token_costs(ways, streams)),
+            (f"requests/s a core, {REPLY} tokens, {CONCURRENT} at once", "1/s", whole),
+            (f"CPU a streamed token, {STREAMS} at once", "us", token),
         ):
             for way in others:
                 reference = found[router.name] if router is not None and way is not router else None
                 figures.append(
                     figure("gateway", f"{way.name}: {case}", found[way.name], unit, reference, "sglang-router")
                 )
+        share = rates[others[-1].name][-1] / (sum(rates[others[-1].name]) or 1e-3) * 100
+        figures.append(figure("gateway", "gateway: the NATS server's share of a request's CPU", share, "%"))
         if missing:
             print(f"{missing}: no figures beside it; see docs/gateway.md", file=sys.stderr)
     return figures
@@ -176,20 +182,11 @@ async def _latencies(ways: Sequence[Way], count: int) -> dict[str, list[float]]:
     return seconds
 
 
-async def _rates(ways: Sequence[Way], count: int) -> dict[str, float]:
-    """Requests a CPU second of what stands between."""
-    used = await _used(ways, count, CONCURRENT, REPLY, stream=False)
-    return {name: count / seconds if seconds > 0 else 0.0 for name, seconds in used.items()}
-
-
-async def _token_costs(ways: Sequence[Way], count: int) -> dict[str, float]:
-    used = await _used(ways, count, STREAMS, STREAMED, stream=True)
-    return {name: seconds / (count * STREAMED) * 1e6 for name, seconds in used.items()}
-
-
-async def _used(ways: Sequence[Way], count: int, at_once: int, tokens: int, *, stream: bool) -> dict[str, float]:
-    """CPU seconds of `count` requests by each way, four rounds in turn."""
-    found = {way.name: 0.0 for way in ways}
+async def _used(
+    ways: Sequence[Way], count: int, at_once: int, tokens: int, *, stream: bool
+) -> dict[str, tuple[float, ...]]:
+    """CPU seconds of `count` requests by each way, of each process between, four rounds in turn."""
+    found = {way.name: (0.0,) * len(way.between) for way in ways}
     rounds = 4
     for round_ in range(rounds + 1):
         for way in ways:
@@ -200,7 +197,8 @@ async def _used(ways: Sequence[Way], count: int, at_once: int, tokens: int, *, s
             share = count // rounds // at_once
             await asyncio.gather(*(_several(connection, share) for connection in connections))
             if round_:  # the first is to warm up
-                found[way.name] += way.cpu_s() - before
+                used = zip(found[way.name], before, way.cpu_s(), strict=True)
+                found[way.name] = tuple(so_far + after - earlier for so_far, earlier, after in used)
             for connection in connections:
                 connection.close()
     return found
@@ -279,7 +277,7 @@ async def _sglang_router(stack: contextlib.AsyncExitStack, worker_port: int) -> 
         stack,
         *("-m", "sglang_router.launch_router", "--worker-urls", f"http://127.0.0.1:{worker_port}"),
         *("--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin", "--log-level", "error"),
-        *("--prometheus-port", str(metrics), "--model-path", "bench"),
+        *("--prometheus-port", str(metrics)),
         python=python,
     )
     way = Way("sglang-router", port, (psutil.Process(process.pid),))

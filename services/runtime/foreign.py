@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import TypeVar
+
+A = TypeVar("A")
+R = TypeVar("R")
 
 
 class ForeignError(Exception):
@@ -15,5 +19,13 @@ def foreign_code() -> Generator[None]:
     """Within it, every `Exception` becomes a ForeignError. Cancellation and exits pass."""
     try:
         yield
+    except Exception as error:
+        raise ForeignError(f"{type(error).__name__}: {error}") from error
+
+
+def call_foreign(function: Callable[[A], R], argument: A) -> R:
+    """`function(argument)`, where a context manager would cost more than the call. Raises ForeignError."""
+    try:
+        return function(argument)
     except Exception as error:
         raise ForeignError(f"{type(error).__name__}: {error}") from error

@@ -15,6 +15,7 @@ import pytest
 from messages.agent import RequestInterrupted
 from messages.envelope import decode
 from messages.ids import Incarnation, Role, RoleGeneration, WorkerId
+from messages.orchestrator import WorkerDrained
 from messages.rollout_worker import Drain
 from pearl_state.model import Move
 from pearl_state.watch import Replica
@@ -144,6 +145,7 @@ async def test_kills_drains_and_changes_of_role_show_in_nothing(served: Served) 
     await served.move(left, Move.SWITCH)
     for slot in left:
         await served.say(Drain(worker=WorkerId(slot), incarnation=Incarnation(1), role_generation=RoleGeneration(2)))
+    await served.facts(WorkerDrained, 2)
     await served.set_roles(dict.fromkeys(left, Role.COLOCATED), 3)
     await served.move(left, Move.ADMIT, role=Role.COLOCATED, generation=RoleGeneration(3))
     for index, (name, tasks) in enumerate(running.items()):

@@ -70,7 +70,7 @@ async def test_stop_strings_end_a_reply_at_the_same_token_however_it_comes() -> 
 
 async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
     scripts = (["cut:4", "refuse", "die:2", "lose", "cut:0"], ["lose"], ["cut:13", "cut:1"], ["refuse", "refuse"])
-    async with World() as world:
+    async with World(silence_ms=60) as world:
         for stream in (False, True):
             for script in scripts:
                 world.fleet.script.extend(script)
@@ -170,8 +170,8 @@ async def test_versions_are_asked_for_and_told() -> None:
         assert (await request)["error"]["code"] == "version_unavailable"
 
 
-async def test_too_much_at_once_is_429_and_nobody_serving_503() -> None:
-    async with World(max_requests=1, queue_s=0.2) as world:
+async def test_too_much_at_once_is_429() -> None:
+    async with World(max_requests=1) as world:
         world.fleet.script.append("hold:3")
         running = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi")))
         await world.fleet.reached.wait()
@@ -180,12 +180,20 @@ async def test_too_much_at_once_is_429_and_nobody_serving_503() -> None:
             assert (await response.json())["error"]["type"] == "rate_limit_error"
         world.fleet.release.set()
         await running
+
+
+async def test_full_workers_are_429_and_nobody_serving_503() -> None:
+    async with World(queue_s=0.05) as world:
         world.fleet.not_now = NotNow(request="", attempt=1, retry_after_ms=20, reason="all workers full")
         assert (await world.post("/v1/chat/completions", chat("Hi"), status=429))["error"]["code"] == "overloaded"
+        world.table.write(3, published=4)
+        answer = await world.post("/v1/chat/completions", chat("Hi", min_version=4), status=409)
+        assert answer["error"]["code"] == "version_unavailable"
         world.table.write(3, serving=False)
         assert (await world.post("/v1/chat/completions", chat("Hi"), status=503))["error"]["code"] == "no_worker"
         assert (await world.get("/ready", status=503))["workers"] == 0
         assert (await world.get("/health"))["status"] == "ok"
+        assert world.gateway.generation.in_flight == 0
 
 
 @pytest.mark.parametrize(
@@ -289,7 +297,7 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer 
     ],
 )
 async def test_malformed_slow_large_and_half_closed_requests(data, half_close, status) -> None:
-    async with World(receive_s=0.3) as world:
+    async with World(receive_s=1.5) as world:
         world.fleet.script.append("hold:3")
         other = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi")))
         await world.fleet.reached.wait()

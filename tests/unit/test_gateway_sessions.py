@@ -40,7 +40,7 @@ async def speak(world: World, header: dict[str, str], *texts: str, **more: Any) 
 
 
 async def test_a_session_becomes_a_trajectory_token_for_token() -> None:
-    async with World(by_seed) as world:
+    async with World(by_seed, silence_ms=60) as world:
         await world.give(task_of())
         session, header = await opened(world)
         assert session["task"]["task_seed"] == 4 and session["trajectory"] == "b3-g0-m0"
@@ -64,7 +64,7 @@ async def test_a_session_becomes_a_trajectory_token_for_token() -> None:
         assert (end.reward, end.status, end.turns, end.group, end.batch) == (0.5, "completed", 2, "b3-g0", 3)
         report = await world.report()
         assert report.ok, report.violations
-        assert report.regenerated == 0 and report.completed == 1 and report.interrupted == 2
+        assert report.regenerated == 0 and report.completed == 1 and report.interrupted >= 2
         again = await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 0.5}, **header)
         assert again == result and len(await world.ends()) == 1
         await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, status=409, **header)
@@ -289,7 +289,7 @@ async def play_by_http(world: World, task: RolloutTask) -> None:
 @pytest.mark.parametrize("script", [[], ["cut:1", "refuse", "die:1", "whole", "lose"]])
 async def test_an_agent_over_http_makes_the_built_in_agents_trajectories(script: list[str]) -> None:
     job = guess_job()
-    async with World(guesses, job=job) as world:
+    async with World(guesses, job=job, silence_ms=60) as world:
         edge = RequestEdge(world.broker.connect(), "demo", "agent", silence_ms=60, ask_router=world.fleet.assign)
         await edge.start()
         tasks = [

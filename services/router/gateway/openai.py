@@ -3,29 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import msgspec
 from aiohttp import web
 
-from services.edge.request import Interruption
 from services.router.gateway import api, tool_calls
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import SEED_BITS, Choice, Generation, Sampling, seed_of, spans_of
-from services.router.gateway.server import Call, EventStream, answer, event
+from services.router.gateway.generation import SEED_BITS, Choice, Generation, Sampling, seed_of
+from services.router.gateway.replies import (
+    Replies,
+    affinity_of,
+    all_of,
+    stops_of,
+    version_header,
+    versions_of,
+    versions_told,
+)
+from services.router.gateway.server import DONE, Call, EventStream, answer, event
 from services.router.gateway.sessions import (
     NO_PARENT,
     Asked,
     Session,
-    Turn,
     chat_digests,
     extended,
-    session_of,
     turn_seed,
 )
 from services.router.gateway.trajectories import Trajectories
@@ -33,7 +38,6 @@ from services.router.gateway.vocabulary import Vocabulary
 
 DEFAULT_COMPLETION_TOKENS: Final = 16
 """As OpenAI's legacy interface has it."""
-DONE: Final = b"data: [DONE]\n\n"
 
 OBJECT: Final = {"chat": "chat.completion", "text": "text_completion"}
 
@@ -70,7 +74,8 @@ class OpenAI:
         self._config = config
         self._generation = generation
         self._vocabulary = vocabulary
-        self._trajectories = trajectories
+        self._replies = Replies(generation, trajectories)
+        self._now_ms = trajectories.now_ms
         self._requests = 0
         self._instance = secrets.token_hex(4)
         self._started = int(time.time())
@@ -89,7 +94,7 @@ class OpenAI:
     async def chat(self, call: Call) -> web.StreamResponse:
         """POST /v1/chat/completions"""
         body = api.parse(call.body, api.ChatRequest)
-        session = self._session(call)
+        session = self._replies.session(call)
         self._check_model(body.model)
         api.check_chat(body)
         messages = api.plain_messages(body.messages)
@@ -121,7 +126,7 @@ class OpenAI:
     async def completions(self, call: Call) -> web.StreamResponse:
         """POST /v1/completions"""
         body = api.parse(call.body, api.CompletionRequest)
-        session = self._session(call)
+        session = self._replies.session(call)
         self._check_model(body.model)
         api.check_completion(body)
         prompts = api.prompts_of(body)
@@ -155,11 +160,6 @@ class OpenAI:
                 code="model_not_found",
                 param="model",
             )
-
-    def _session(self, call: Call) -> Session | None:
-        """The session that a key or a header names. Raises ApiError."""
-        named = session_of(call.key) or call.header("X-Session-Id")
-        return self._trajectories.book.find(named) if named else None
 
     def _id(self, kind: str) -> str:
         self._requests += 1
@@ -237,7 +237,7 @@ class OpenAI:
             self._generation.check_version(sampling)
             job = self._job(kind, body, self._id(kind), [sampling], [prompt], call)
         except ApiError:
-            session.stopped(self._now_ms())
+            self._replies.stopped(session)
             raise
         job.session, job.asked, job.affinity = session, asked, session.trajectory
         return job
@@ -269,9 +269,6 @@ class OpenAI:
         job.tools = tools
         return job
 
-    def _now_ms(self) -> int:
-        return self._trajectories.now_ms()
-
     # --- replies
 
     async def _respond(self, call: Call, job: _Job, stream: bool) -> web.StreamResponse:
@@ -284,45 +281,20 @@ class OpenAI:
             await all_of([self._run(job, choice) for choice in job.choices])
             return answer(self._whole(job), headers=version_header(job.choices))
         finally:
-            if job.session is not None:
-                job.session.stopped(self._now_ms())
+            self._replies.stopped(job.session)
 
     async def _run(self, job: _Job, choice: Choice) -> None:
-        """One reply. That of a session is its turn before its client sees the end of it."""
+        prompt, sampling = job.prompts[choice.index], job.samplings[choice.index]
         session, asked = job.session, job.asked
         if session is None or asked is None:
-            await self._generation.run(
-                choice,
-                job.prompts[choice.index],
-                job.samplings[choice.index],
-                request=f"http-{job.id}/{choice.index}",
-                session=job.affinity,
-                on_interruption=self._count,
-            )
+            request = f"http-{job.id}/{choice.index}"
+            await self._replies.plain(choice, prompt, sampling, request=request, affinity=job.affinity)
             return
-        reply = await self._generation.run(
-            choice,
-            job.prompts[0],
-            job.samplings[0],
-            request=session.request_id(asked),
-            session=session.trajectory,
-            on_interruption=self._journal(session),
-            last_worker=session.turns[asked.parent].worker if asked.parent != NO_PARENT else "",
-        )
-        turn = Turn.of(asked, session.request_id(asked), reply, choice.text.text, self._now_ms())
-        session.took(turn, extended(asked.digest, self._message(job, choice)) if asked.digest else b"")
-        await self._trajectories.tell(session, turn, reply)
 
-    async def _count(self, interruption: Interruption) -> None:
-        await self._generation.count_interruption(interruption)
-        await self._trajectories.interrupted_plain(interruption)
+        def digest() -> bytes:
+            return extended(asked.digest, self._message(job, choice)) if asked.digest else b""
 
-    def _journal(self, session: Session) -> Callable[[Interruption], Awaitable[None]]:
-        async def journal(interruption: Interruption) -> None:
-            await self._generation.count_interruption(interruption)
-            await self._trajectories.interrupted(session, interruption)
-
-        return journal
+        await self._replies.turn(choice, prompt, sampling, session, asked, digest)
 
     async def _stream(self, call: Call, job: _Job) -> web.StreamResponse:
         wake = asyncio.Event()
@@ -480,50 +452,6 @@ class OpenAI:
         }
 
 
-async def all_of(works: Sequence[Awaitable[None]]) -> None:
-    """Until each is done; the first error ends the others."""
-    if len(works) == 1:
-        await works[0]
-        return
-    tasks = [asyncio.ensure_future(work) for work in works]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def affinity_of(routing: str) -> str:
-    """A name of any client's as one that a router takes."""
-    return "http-" + hashlib.blake2b(routing.encode("utf-8", "replace"), digest_size=16).hexdigest()
-
-
-def stops_of(stop: str | list[str] | None) -> tuple[str, ...]:
-    """Stop strings."""
-    return (stop,) if isinstance(stop, str) else tuple(stop or ())
-
-
-def versions_of(call: Call, oldest: int | None, exact: int | None) -> tuple[int, int]:
-    """The oldest and newest version that may serve, from the body or from headers; (0, -1): any. Raises ApiError."""
-    oldest = _header_version(call, "X-Pearl-Min-Version") if oldest is None else oldest
-    exact = _header_version(call, "X-Pearl-Version") if exact is None else exact
-    if exact is not None:
-        if oldest is not None and oldest > exact:
-            raise ApiError(400, f"min_version {oldest} and version {exact} exclude each other", code="invalid_value")
-        return exact, exact
-    return oldest or 0, -1
-
-
-def _header_version(call: Call, name: str) -> int | None:
-    text = call.header(name)
-    if not text:
-        return None
-    if not text.isascii() or not text.isdecimal() or len(text) > 9:
-        raise ApiError(400, f"{name}: {text[:40]!r} is no version", code="invalid_value", param=name)
-    return int(text)
-
-
 def calls_of(job: _Job, choice: Choice, calls: Sequence[tool_calls.Call]) -> list[Json]:
     """Calls as the interface has them."""
     return [
@@ -548,23 +476,3 @@ def usage_of(job: _Job) -> Json:
         "total_tokens": prompt + made,
         "prompt_tokens_details": {"cached_tokens": min(cached, prompt)},
     }
-
-
-def metadata_of(choice: Choice) -> Json:
-    """Which versions of the policy made which tokens, as SGLang says it."""
-    spans = [{"version": str(span.version), "start": span.start, "end": span.end} for span in choice.spans]
-    return {"weight_version": spans[-1]["version"] if spans else None, "weight_versions": spans}
-
-
-def versions_told(choice: Choice) -> Json:
-    """The same for OpenAI's interface, whose clients expect no lists in `metadata`."""
-    found = metadata_of(choice)
-    return {"metadata": {"weight_version": found["weight_version"] or ""}, "weight_versions": found["weight_versions"]}
-
-
-def version_header(choices: Sequence[Choice]) -> dict[str, str]:
-    """The span served, "3" or "3-4"."""
-    span = spans_of(choices)
-    if span is None:
-        return {}
-    return {"X-Pearl-Version": str(span[0]) if span[0] == span[1] else f"{span[0]}-{span[1]}"}

@@ -29,6 +29,8 @@ KEEPALIVE_S: Final = 75.0
 MOST_HEADER_BYTES: Final = 16384
 
 JSON: Final = "application/json"
+DONE: Final = b"data: [DONE]\n\n"
+"""The last event of a stream."""
 
 log = get_logger("gateway")
 
@@ -269,6 +271,8 @@ class HttpServer:
         ):
             raise of_status(415, f"send {JSON}, not {request.content_type[:80]}")
         try:
+            if request.content.is_eof():  # all of it is there: no need for a timer
+                return await request.read()
             async with asyncio.timeout(self._config.receive_s):
                 return await request.read()
         except TimeoutError:

@@ -32,6 +32,7 @@ from services.router.gateway.trajectories import Trajectories
 from services.router.gateway.vocabulary import Vocabulary
 from services.runtime.bus import Bus
 from services.runtime.clock import Clock, now_ms
+from services.runtime.lifecycle import collect_less
 from services.runtime.log import get_logger
 
 log = get_logger("gateway")
@@ -175,6 +176,7 @@ async def serving(job: JobFile, index: int, replica: TableReplica, ask_router: A
     gateway = Gateway(config, bus, replica, vocabulary, ask_router=ask_router)
     try:
         await gateway.start()
+        collect_less()
         told = where_file(job, index)
         told.parent.mkdir(parents=True, exist_ok=True)
         told.write_bytes(msgspec.json.encode({"url": gateway.url, "model": config.model, "pid": os.getpid()}))

@@ -11,16 +11,16 @@ import time
 from collections.abc import Sequence
 from typing import Any, Final
 
+import msgspec
 from aiohttp import web
 
-from services.edge.request import Interruption
 from services.router.gateway import api
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
 from services.router.gateway.generation import SEED_BITS, Choice, Generation, Sampling, seed_of
-from services.router.gateway.openai import DONE, affinity_of, all_of, metadata_of, stops_of, versions_of
-from services.router.gateway.server import Call, EventStream, answer, event
-from services.router.gateway.sessions import NO_PARENT, Asked, Session, Turn, session_of, turn_seed
+from services.router.gateway.replies import Replies, affinity_of, all_of, metadata_of, stops_of, versions_of
+from services.router.gateway.server import DONE, Call, EventStream, answer, event
+from services.router.gateway.sessions import NO_PARENT, Asked, Session, turn_seed
 from services.router.gateway.trajectories import Trajectories
 from services.router.gateway.vocabulary import Vocabulary
 
@@ -39,7 +39,8 @@ class SGLang:
         self._config = config
         self._generation = generation
         self._vocabulary = vocabulary
-        self._trajectories = trajectories
+        self._replies = Replies(generation, trajectories)
+        self._now_ms = trajectories.now_ms
         self._instance = secrets.token_hex(4)
         self._requests = 0
 
@@ -47,8 +48,7 @@ class SGLang:
         """POST /generate"""
         began = time.monotonic()
         body = api.parse(call.body, api.GenerateRequest)
-        named = session_of(call.key) or call.header("X-Session-Id")
-        session = self._trajectories.book.find(named) if named else None
+        session = self._replies.session(call)
         api.check_generate(body)
         params = body.sampling_params
         parent, added = NO_PARENT, body.text if body.text is not None else list(body.input_ids or ())
@@ -70,12 +70,11 @@ class SGLang:
             if body.stream:
                 return await self._stream(call, run, sampling, params.n)
             choices = [self._generation.choice(index, sampling.stops) for index in range(params.n)]
-            await all_of([self.one(run, choice, sampling) for choice in choices])
+            await all_of([self._one(run, choice, sampling) for choice in choices])
             found = [self._result(run, choice) for choice in choices]
             return answer(found[0] if params.n == 1 else found)
         finally:
-            if session is not None:
-                session.stopped(self._trajectories.now_ms())
+            self._replies.stopped(session)
 
     async def abort(self, call: Call) -> web.StreamResponse:
         """POST /abort_request: the aborted ones are answered with what they have."""
@@ -143,7 +142,7 @@ class SGLang:
         asked = None
         if session is not None:
             text = body.text or ""
-            asked = session.ask(parent, prompt_new, self._trajectories.now_ms(), text=text)
+            asked = session.ask(parent, prompt_new, self._now_ms(), text=text)
         seed = secrets.randbits(SEED_BITS) if params.sampling_seed is None else params.sampling_seed
         if task is not None and asked is not None:
             seed = turn_seed(task.sample_seed, asked.depth, asked.repeat)
@@ -164,51 +163,19 @@ class SGLang:
             return session.trajectory
         return affinity_of(body.session_id or call.header("X-SMG-Routing-Key") or rid)
 
-    async def one(self, run: _Run, choice: Choice, sampling: Sampling) -> None:
-        """One reply; that of a session is its next turn."""
-        session, asked = run.session, run.asked
-        if session is None or asked is None:
-            each = Sampling(
-                max_new_tokens=sampling.max_new_tokens,
-                temperature=sampling.temperature,
-                seed=seed_of(sampling.seed, choice.index),
-                stop_ids=sampling.stop_ids,
-                stops=sampling.stops,
-                min_version=sampling.min_version,
-                max_version=sampling.max_version,
-            )
-            request = f"http-{run.rid}/{choice.index}"
-            await self._generation.run(
-                choice, run.prompt, each, request=request, session=run.affinity, on_interruption=self._count
-            )
+    async def _one(self, run: _Run, choice: Choice, sampling: Sampling) -> None:
+        if run.session is not None and run.asked is not None:
+            await self._replies.turn(choice, run.prompt, sampling, run.session, run.asked)
             return
-
-        async def journal(interruption: Interruption) -> None:
-            await self._generation.count_interruption(interruption)
-            await self._trajectories.interrupted(session, interruption)
-
-        reply = await self._generation.run(
-            choice,
-            run.prompt,
-            sampling,
-            request=session.request_id(asked),
-            session=run.affinity,
-            on_interruption=journal,
-            last_worker=session.turns[asked.parent].worker if asked.parent != NO_PARENT else "",
-        )
-        turn = Turn.of(asked, session.request_id(asked), reply, choice.text.text, self._trajectories.now_ms())
-        session.took(turn)
-        await self._trajectories.tell(session, turn, reply)
-
-    async def _count(self, interruption: Interruption) -> None:
-        await self._generation.count_interruption(interruption)
-        await self._trajectories.interrupted_plain(interruption)
+        each = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, choice.index))
+        request = f"http-{run.rid}/{choice.index}"
+        await self._replies.plain(choice, run.prompt, each, request=request, affinity=run.affinity)
 
     async def _stream(self, call: Call, run: _Run, sampling: Sampling, count: int) -> web.StreamResponse:
         """Each event has the whole reply so far, as SGLang's have."""
         wake = asyncio.Event()
         choices = [self._generation.choice(index, sampling.stops, wake.set) for index in range(count)]
-        tasks = [asyncio.create_task(self.one(run, choice, sampling)) for choice in choices]
+        tasks = [asyncio.create_task(self._one(run, choice, sampling)) for choice in choices]
         for task in tasks:
             task.add_done_callback(lambda _: wake.set())
         stream = EventStream(call, self._config.send_s)

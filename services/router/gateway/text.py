@@ -21,8 +21,8 @@ class TextStream:
     def __init__(self, decode: Decode, stops: Sequence[str] = (), silent: frozenset[int] = frozenset()) -> None:
         self.enough: int | None = None
         self._decode = decode
-        self._stops = tuple(stop for stop in stops if stop)
-        self._longest = max(map(len, self._stops), default=0)
+        self.stops = tuple(stop for stop in stops if stop)
+        self._longest = max(map(len, self.stops), default=0)
         self._silent = silent
         self._ids: list[int] = []  # those that have text
         self._fed = 0
@@ -37,7 +37,7 @@ class TextStream:
 
     def feed(self, tokens: Sequence[int]) -> str:
         """The text that became final with these tokens."""
-        if not self._stops:
+        if not self.stops:
             self._add(tokens)
             return self._send(len(self._text))
         for token in tokens:
@@ -73,10 +73,10 @@ class TextStream:
         self._text += piece
 
     def _find(self) -> None:
-        if not self._stops or self.enough is not None:
+        if not self.stops or self.enough is not None:
             return
         start = max(0, self._sent - self._longest)
-        found = [at for at in (self._text.find(stop, start) for stop in self._stops) if at >= 0]
+        found = [at for at in (self._text.find(stop, start) for stop in self.stops) if at >= 0]
         if found:
             self._text = self._text[: min(found)]
             self.enough = self._fed
@@ -85,7 +85,7 @@ class TextStream:
         """Characters at the end that may be the beginning of a stop string."""
         for length in range(min(self._longest - 1, len(self._text) - self._sent), 0, -1):
             tail = self._text[-length:]
-            if any(stop.startswith(tail) for stop in self._stops):
+            if any(stop.startswith(tail) for stop in self.stops):
                 return length
         return 0
 

@@ -22,7 +22,7 @@ from services.environments.base import Tokenizer
 from services.environments.loading import load_tokenizer, stop_ids_of
 from services.jobfile import ConfigError, JobFile
 from services.router.gateway.errors import ApiError
-from services.runtime.foreign import ForeignError, foreign_code
+from services.runtime.foreign import ForeignError, call_foreign
 
 Message = Mapping[str, Any]  # Any: a chat message as JSON
 
@@ -70,8 +70,7 @@ class Vocabulary:
     def encode(self, text: str, param: str) -> list[int]:
         """Ids of a text. `param` names it in the error."""
         try:
-            with foreign_code():
-                return self._tokenizer.encode(text)
+            return call_foreign(self._tokenizer.encode, text)
         except ForeignError as error:
             raise ApiError(
                 400,
@@ -83,8 +82,7 @@ class Vocabulary:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids; what the tokenizer cannot decode reads as U+FFFD."""
         try:
-            with foreign_code():
-                return self._tokenizer.decode(ids)
+            return call_foreign(self._tokenizer.decode, ids)
         except ForeignError:
             return "\ufffd"
 
