@@ -261,3 +261,30 @@ async def test_a_restarted_trainer_takes_no_memory_until_it_is_told_to_train(rig
         said = await rig.until(StepFinished, 2)
     assert names(said)[-2:] == ["WeightsPublished 2", "StepFinished 2"]
     assert (await rig.resumed())[-1].epoch == 9
+
+
+async def test_what_the_broker_lost_of_a_step_is_said_again(rig: Rig) -> None:
+    await rig.put_batch(0)
+    async with rig.trainer() as trainer:
+        await rig.until(TrainerReady)
+        snapshot = rig.broker.snapshot()
+        await rig.tell(TrainerResume(epoch=Epoch(2), batch=0))
+        await rig.until(StepFinished)
+        await idle(trainer)
+        rig.broker.go_down()
+        rig.broker.go_back(snapshot)
+        await rig.broker.come_up()
+        said = await rig.until(StepFinished)
+        assert [message.version for message in said if isinstance(message, WeightsPublished)] == [0, 1]
+
+
+async def test_a_broker_that_lost_nothing_hears_nothing_twice(rig: Rig) -> None:
+    await rig.put_batch(0)
+    async with rig.trainer() as trainer:
+        await rig.until(TrainerReady)
+        await rig.tell(TrainerResume(epoch=Epoch(2), batch=0))
+        before = await rig.until(StepFinished)
+        await idle(trainer)
+        rig.broker.go_down()
+        await rig.broker.come_up()
+        assert await rig.said() == before
