@@ -191,7 +191,7 @@ class NodeAgent:
 
     async def _report_lost(self, events: str, worker: WorkerId, ended: Incarnation) -> None:
         """A process that once said it was ready, whose end nobody reported and of which there is no pid file: the machine is
-        another one, or lost its disk. Its successor under the same incarnation would be taken for it, weights and all."""
+        another one, or lost its disk. Unsaid, it would be counted on until a lease or a plan's deadline has passed."""
         ready = await self._newest(events, event_subject(self._job, WorkerReady, worker), WorkerReady)
         if ready is None or ready.incarnation <= ended:
             return

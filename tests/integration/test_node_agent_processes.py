@@ -222,7 +222,7 @@ async def test_an_end_while_the_agent_was_away_is_reported(nodes: list[Node], bu
 async def test_a_ready_process_of_a_machine_that_lost_its_disk_is_reported(
     nodes: list[Node], bus: MemoryBus, tmp_path: Path
 ) -> None:
-    """Found by seed 4020 of the fault simulation: its incarnation was started again, and taken for what it had been."""
+    """Nobody else can say so: the others would wait for a lease, or for a plan's deadline."""
     async with asyncio.timeout(TEST_S):
         node = make(nodes, bus, tmp_path)
         await node.up()
