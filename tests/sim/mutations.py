@@ -103,11 +103,6 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     ),
     # 11.4
     "prefix dropped": rewrite(RequestState._on_assignment, ("prefix=self.tokens.copy()", "prefix=[]")),
-    "late chunks taken": rewrite(
-        RequestState._on_chunk,
-        ("chunk.attempt != self.attempt or", ""),
-        ("if chunk.worker != held.worker or chunk.incarnation != held.incarnation:", "if False:"),
-    ),
     "journal after reply": rewrite(
         Episode._turn,
         ("self._totals.add(record, await self._write(record), result.reward)",
@@ -160,7 +155,6 @@ LIKELY: dict[str, Callable[[Plan], float]] = {
     "admit before weights": faults("slow", "slow_network", "cut", "freeze"),
     "drained worker takes requests": faults("deafen", "cut", on="router"),
     "incarnation check off": faults("stale", "redeliver"),
-    "late chunks taken": faults("slow_network", "reorder", "duplicate", "freeze"),
     "task acknowledged before its end": faults("crash", "crash_at_call", "freeze", on="agent"),
     "hysteresis off": lambda plan: plan.shape.steps + faults("reclaim", "available")(plan) / 8,
     "drop drain": faults("reclaim", "stuck", "slow"),

@@ -32,6 +32,7 @@ from messages.ids import (
 )
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import (
+    PlanProgress,
     RoleSet,
     TargetConfiguration,
     WeightsApplied,
@@ -442,6 +443,7 @@ def _failed_expansion(story: Story) -> None:
     story.write({"s0-w0": LAUNCHING}, plan=plan)
     story.send(Launch(worker=WorkerId("s0-w0"), incarnation=ONE, gpus=(0,), service="rollout_worker"))
     story.begin("s0-w0", held=True)
+    story.store(PlanProgress(plan_id=plan.plan_id, part="rebuilder", report="failed"))
     story.write({"s0-w0": INACTIVE}, plan=None, writer=story.writer(failed_plans=1))
     story.send(Kill(worker=WorkerId("s0-w0"), incarnation=ONE, grace_ms=100, reason="it failed"))
 

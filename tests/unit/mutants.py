@@ -65,10 +65,11 @@ def _value(data: bytes) -> tuple[Any, bool]:
 
 
 def _bytes(value: Any, as_json: bool) -> bytes:
+    """The value again; what the one encoding cannot say is said in the other, or as text."""
     try:
         return json.dumps(value).encode("utf-8", "surrogatepass") if as_json else msgspec.msgpack.encode(value)
-    except (OverflowError, ValueError, msgspec.MsgspecError):
-        return json.dumps(value).encode("utf-8", "surrogatepass")
+    except (OverflowError, ValueError, TypeError, RecursionError, msgspec.MsgspecError):
+        return repr(value).encode("utf-8", "surrogatepass")
 
 
 def _places(value: Any) -> list[tuple[Any, Any]]:

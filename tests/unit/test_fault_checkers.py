@@ -17,7 +17,7 @@ from messages.decision_engine import Leave
 from messages.ids import Activity, Incarnation, PlanId, PolicyVersion, Role, RoleGeneration, Stage, WorkerId
 from messages.monitor import DecisionRecord
 from messages.node_agent import Kill, Launch
-from messages.orchestrator import RoleSet, TargetConfiguration, WeightsApplied, WorkerReady
+from messages.orchestrator import PlanProgress, RoleSet, TargetConfiguration, WeightsApplied, WorkerReady
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted, WeightsPublished
 from messages.rollout_worker import Activate, Deactivate, Drain, Generate, SetRole
 from pearl_state.model import RoleTable
@@ -320,6 +320,7 @@ BREAKS: dict[str, list[tuple[str, Edit]]] = {
         ("never", both(without(ProcessEnded, 0), later(RunEnded, 0, 5_000))),
     ],
     "11.8 a failed expansion leaves no trace": [
+        ("it fails without a cause", without(PlanProgress, 0)),
         ("its joiner is visible", tables(
             rows("s0-w0", activity=Activity.ACTIVE, role_generation=1, version=1), FAILED, LAST)),
         ("another worker is touched", tables(

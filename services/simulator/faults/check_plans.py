@@ -229,7 +229,10 @@ class Untouched(Promise):
 
 
 class FailedExpansion(Promise):
-    """A plan that fails leaves the table as it was: its joiners were never visible, whoever it did not name is the same."""
+    """A plan that fails leaves the table as it was: its joiners were never visible, whoever it did not name is the same.
+
+    And it fails for a cause: an executor said so, one of its workers is gone, or its time is over.
+    """
 
     name = "11.8 a failed expansion leaves no trace"
     kinds = (TableWritten,)
@@ -247,9 +250,19 @@ class FailedExpansion(Promise):
             assert old is not None
             if table.writer.failed_plans > old.writer.failed_plans and was.add:
                 yield from self._rolled_back(table, was)
+                if not self._has_cause(was, seen.at_ms):
+                    yield f"epoch {table.epoch} rolls back plan {was.plan_id} without a cause"
         if plan is not None and plan.plan_id != self._plan:
             self._plan = plan.plan_id
             self._at_start = dict(self.history.rows_before)
+
+    def _has_cause(self, plan: PlanRecord, at_ms: int) -> bool:
+        if plan.plan_id in self.history.given_up or at_ms >= plan.deadline_ms:
+            return True
+        parts = [(assign.worker, int(assign.incarnation)) for assign in (*plan.add, *plan.reassign)]
+        if any(process in self.history.gone or process in self.history.ended for process in parts):
+            return True
+        return any(self.history.disturbed(worker, 3 * self.job.timeouts.lease_ms) for worker, _ in parts)
 
     def _rolled_back(self, table: RoleTable, plan: PlanRecord) -> Iterator[str]:
         where, rows = f"epoch {table.epoch} rolls back plan {plan.plan_id}", self.history.rows

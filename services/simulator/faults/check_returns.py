@@ -57,6 +57,8 @@ class Returns(Promise):
         self._zones = {node.name: node.zone for node in self.job.nodes}
 
     def see(self, seen: Seen) -> Iterator[str]:
+        if self._due:
+            yield from self._overdue(seen.at_ms)
         match seen:
             case Stored(message=GpuReclaimed() as event) if self._zones.get(event.node) is Zone.PREEMPTIBLE:
                 self._reclaim(event, seen.at_ms)
@@ -78,6 +80,15 @@ class Returns(Promise):
                 self._due = []
             case _:
                 pass
+
+    def _overdue(self, at_ms: int) -> Iterator[str]:
+        """Those that are late already, and not done yet: each is told once."""
+        late = [
+            due for due in self._due if at_ms > due.deadline_ms and self._late_ms(due, at_ms) > self._allowed_ms(due)
+        ]
+        self._due = [due for due in self._due if due not in late]
+        for due in late:
+            yield from self._judge(due, at_ms)
 
     def _reclaim(self, event: GpuReclaimed, at_ms: int) -> None:
         deadline_ms = at_ms + event.notice_ms
@@ -117,15 +128,18 @@ class Returns(Promise):
 
     def _judge(self, due: Return, end_ms: int) -> Iterator[str]:
         self.counted += 1
-        helpers = [f"node_agent-{due.node}", due.node, "", *self._controllers(due)]
-        late_ms = (
-            end_ms - due.deadline_ms - self.history.excused_ms(helpers, min(due.asked_ms, due.deadline_ms), end_ms)
-        )
+        late_ms = self._late_ms(due, end_ms)
         self.latest_ms = max(self.latest_ms, late_ms)
-        allowed_ms = TOLERANCE_MS + (RETRIES * self.job.timeouts.command_retry_ms if due.lent else 0)
-        if late_ms > allowed_ms:
+        if late_ms > self._allowed_ms(due):
             what = "lent" if due.lent else "reclaimed"
-            yield f"{due.process[0]} #{due.process[1]} let go of {what} GPUs {late_ms} ms after its deadline"
+            yield f"{due.process[0]} #{due.process[1]} holds {what} GPUs {late_ms} ms after its deadline"
+
+    def _late_ms(self, due: Return, end_ms: int) -> int:
+        helpers = [f"node_agent-{due.node}", due.node, "", *self._controllers(due)]
+        return end_ms - due.deadline_ms - self.history.excused_ms(helpers, min(due.asked_ms, due.deadline_ms), end_ms)
+
+    def _allowed_ms(self, due: Return) -> int:
+        return TOLERANCE_MS + (RETRIES * self.job.timeouts.command_retry_ms if due.lent else 0)
 
     def _controllers(self, due: Return) -> list[str]:
         if not due.lent:

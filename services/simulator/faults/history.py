@@ -12,6 +12,7 @@ from messages.decision_engine import BudgetChanged
 from messages.envelope import Message
 from messages.ids import Activity, Residency, Role, WorkerId, Zone
 from messages.orchestrator import (
+    PlanProgress,
     RoleSet,
     TargetConfiguration,
     WeightsApplied,
@@ -80,6 +81,7 @@ class History:
         self.activated: dict[Process, int] = {}  # newest generation activated
         self.released: dict[Process, int] = {}  # newest generation released
         self.gone: set[Process] = set()  # reported as such
+        self.given_up: set[str] = set()  # plans that an executor called failed or vetoed
         self.alive: dict[Process, ProcessBegan] = {}
         self.ended: set[Process] = set()
         self.holders: dict[tuple[str, int], set[Process]] = {}  # who may hold memory of a GPU
@@ -196,6 +198,8 @@ class History:
                 _raise(self.released, (message.worker, message.incarnation), message.role_generation)
             case WorkerGone():
                 self.gone.add((message.worker, message.incarnation))
+            case PlanProgress(report="failed" | "vetoed"):
+                self.given_up.add(message.plan_id)
             case _:
                 pass
 
