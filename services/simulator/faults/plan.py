@@ -70,7 +70,7 @@ OPERATIONS: Final = (
     "snapshot",
     "checkpoint",
 )
-FAULTS_MS: Final = 7_000
+FAULTS_MS: Final = 5_500
 """A drawn plan's faults begin within this time, and end within twice this time."""
 LONGEST_MS: Final = 600_000
 
