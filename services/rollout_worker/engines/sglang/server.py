@@ -1,16 +1,12 @@
 """One SGLang server: launched here and never left behind, or adopted where it runs already.
 
-A launched server is a process group of its own; it dies with this process (PR_SET_PDEATHSIG), and SGLang's own children die with it.
-Its output goes to a file. `failed` tells of its end: by the process for a launched one, by `/ready` for an adopted one.
+A launched server is a process group of its own, on a leash that ends with this process (`leash`). Its output goes to a file. `failed` tells of its end: by the process for a launched one, by `/ready` for an adopted one.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
-import os
-import signal
 import socket
 import sys
 from pathlib import Path
@@ -21,14 +17,14 @@ import psutil
 from messages.ids import Role
 from services.jobfile import RolloutSection, SglangSection
 from services.rollout_worker.engines.base import EngineError
+from services.rollout_worker.engines.sglang import leash
 from services.rollout_worker.engines.sglang.api import Api
 
 POLL_S: Final = 0.25
 ADOPTED_POLL_S: Final = 1.0
 ADOPTED_MISSES: Final = 5
-TERM_S: Final = 5.0
+END_S: Final = 5.0
 LAST_LINES: Final = 3
-PR_SET_PDEATHSIG: Final = 1
 MODES: Final = {Role.COLOCATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 """`disaggregation_mode`, by role."""
 
@@ -40,8 +36,9 @@ def free_port(address: str) -> int:
         return probe.getsockname()[1]
 
 
-def _die_with_parent() -> None:
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+def _assignments(variables: dict[str, str]) -> list[str]:
+    """For `env`, so that they are the server's and not the leash's."""
+    return [f"{name}={value}" for name, value in variables.items()]
 
 
 class Server:
@@ -101,13 +98,12 @@ class Server:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as output:
                 self._process = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-m", leash.__name__, "env", *_assignments(self._settings.env)),
                     *self.command(role),
-                    stdin=asyncio.subprocess.DEVNULL,
+                    stdin=asyncio.subprocess.PIPE,
                     stdout=output,
                     stderr=output,
-                    env={**os.environ, **self._settings.env},
                     start_new_session=True,
-                    preexec_fn=_die_with_parent,
                 )
             self._relaunched.set()
         try:
@@ -177,17 +173,10 @@ class Server:
         if process is None:
             return
         family = _tree(process.pid)
-        if process.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TERM_S):
-                    await process.wait()
-        for member in family:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.kill()
+        assert process.stdin is not None
+        process.stdin.close()
         await process.wait()
-        await asyncio.to_thread(psutil.wait_procs, family, TERM_S)
+        await asyncio.to_thread(psutil.wait_procs, family, END_S)
 
     def _family(self) -> list[psutil.Process]:
         return [] if self._process is None else _tree(self._process.pid)
