@@ -35,6 +35,9 @@ LEAST_LEASE_MS: Final = 1500
 """Three heartbeats of a node agent: a shorter lease takes a busy one for dead."""
 LEAST_ACK_WAIT_MS: Final = 1000
 
+FUSED_ENGINES: Final = frozenset({"emulated", "sglang"})
+"""Engines whose iteration computes prompts and decodes in one pass; "torch" makes a pass for each."""
+
 _STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
 
 
@@ -171,8 +174,12 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     profile: str = ""  # cold-start profile file (as `pearl decide --profile`); "": a built-in guess
     disaggregation: bool = False  # consider prefill-decode disaggregation; false where the engine cannot
     lending: bool = False  # consider borrowing idle training GPUs
-    probe_share: Fraction = 0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
-    replay_turns: PositiveInt = 6000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
+    probe_share: Fraction = (
+        0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
+    )
+    replay_turns: PositiveInt = (
+        6000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
+    )
     switch_guess_s: NonNegativeFloat = 10.0  # "planner": a worker's change of role, until it was measured
     toggle_guess_s: NonNegativeFloat = (
         10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3
@@ -243,7 +250,9 @@ def parse_policy(text: str) -> tuple[int, int] | None:
         return (0, 0) if text == "colocated" else None
     match = _STATIC_PD.fullmatch(text)
     if match is None:
-        raise ValueError(f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999')
+        raise ValueError(
+            f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999'
+        )
     return int(match[1]), int(match[2])
 
 
