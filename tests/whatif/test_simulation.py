@@ -136,15 +136,13 @@ def test_early_start_is_not_slower_and_keeps_the_bound() -> None:
     assert max(plain.staleness_max, early.staleness_max) <= 1
 
 
-def simulate_small(name: str, **changes: object):  # noqa: ANN202 - a PolicyResult
+def simulate_small(name: str, **changes: object):
     settings = msgspec.structs.replace(SMALL, **changes)
     return simulate(TRACE, workload(), HARDWARE, find(name), hours=SECONDS / 3600, settings=settings)
 
 
 def test_a_result_accounts_for_every_gpu_and_second() -> None:
-    found = compare(
-        TRACE, workload(), HARDWARE, [find("roll"), find(PLANNED)], hours=SECONDS / 3600, settings=SMALL
-    )
+    found = compare(TRACE, workload(), HARDWARE, [find("roll"), find(PLANNED)], hours=SECONDS / 3600, settings=SMALL)
     roll, pearl = found.policies["roll"], found.policies[PLANNED]
     assert roll.preemptible_gpu_hours == 0 and pearl.preemptible_gpu_hours > 0
     assert pearl.steps[0].start_s == 0 and pearl.steps[-1].end_s <= SECONDS
