@@ -26,11 +26,15 @@ CONFIGURATIONS = ((0, 0, 2), (0, 0, 3), (0, 0, 4), (0, 0, 5), (1, 1, 0), (2, 1, 
 PROMPT = 8
 """Tokens of a prompt there: about what a turn of the demo computes."""
 PACE_TURNS = 6
+VALIDATED = ((0, 0, 2), (0, 0, 4), (2, 1, 0), (3, 1, 0))
+"""(prefill, decode, colocated) workers that `calibrate --validate` runs and simulates: both modes, small and large."""
+VALIDATED_TURNS = 4
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 1 if a run broke an invariant. A target that a figure misses is shown, and no failure."""
-    return {"policies": _policies, "pace": _pace}.get(arguments.name, _figures)(arguments)
+    named = {"policies": _policies, "pace": _pace, "calibrate": _calibrate}
+    return named.get(arguments.name, _figures)(arguments)
 
 
 def _figures(arguments: argparse.Namespace) -> int:
@@ -156,6 +160,43 @@ def _print_policies(result: dict[str, Any]) -> None:
             str(each["borrows"]["count"]),
         )
     Console().print(table)
+
+
+def _calibrate(arguments: argparse.Namespace) -> int:
+    import msgspec
+
+    from services.bench.calibrate import calibrate, validate
+
+    out = Path(arguments.out)
+    if not out.resolve().parent.is_dir() or out.is_dir():
+        raise ConfigError(f"--out {out}: give a file in a folder that exists")
+    path = arguments.config or new_run(Path(arguments.data_dir), seed=arguments.seed, changes={})
+    job = jobfile.load(path)
+    if job.rollout.engine not in ("torch", "emulated"):
+        raise ConfigError(f"rollout.engine = {job.rollout.engine!r}: calibrate measures engines that this process can start")
+
+    def say(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    hardware = asyncio.run(calibrate(job, say=say))
+    out.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
+    checked = (
+        asyncio.run(validate(job, hardware, VALIDATED, prompt=PROMPT, turns=VALIDATED_TURNS)) if arguments.validate else []
+    )
+    if arguments.json:
+        print(json.dumps({"out": str(out), "hardware": hardware.name, "validation": checked}))
+        return 0
+    print(f"{out}: {hardware.text}")
+    if checked:
+        table = Table(title="makespans of the same clients, run and simulated", title_justify="left")
+        for column in ("workers", "run s", "simulated s", "error"):
+            table.add_column(column, justify="right")
+        for each in checked:
+            name = f"{each['colocated']}C" if each["colocated"] else f"{each['prefill']}P{each['decode']}D"
+            numbers = (f"{each['makespan_s']:.2f}", f"{each['simulated_s']:.2f}", f"{each['error']:+.1%}")
+            table.add_row(name, *numbers)
+        Console().print(table)
+    return 0
 
 
 def _pace(arguments: argparse.Namespace) -> int:

@@ -86,12 +86,12 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "name",
         nargs="?",
-        choices=("all", *FIGURES, "policies", "pace"),
+        choices=("all", *FIGURES, "policies", "pace", "calibrate"),
         default="all",
         metavar="NAME",
         help=f"{', '.join(FIGURES)}: each part beside its reference, all: all of these (default); "
         "policies: rollout throughput, planner against fixed policies, same trace and seed; "
-        "pace: paced workers beside the makespan model",
+        "pace: paced workers beside the makespan model; calibrate: a hardware description for simulate run",
     )
     _json(bench)
     bench.add_argument(
@@ -103,6 +103,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--policies", default="", help="comma-separated decision.policy values; the first is the reference"
     )
     bench.add_argument("--data-dir", default=".pearl", help="where the runs leave their files (default: .pearl)")
+
+    bench.add_argument("-c", "--config", default=None, metavar="FILE", help="calibrate: the job (default: the demo's)")
+    bench.add_argument("--out", default="hardware.json", metavar="FILE", help="calibrate: the description (default: hardware.json)")
+    bench.add_argument("--validate", action="store_true", help="calibrate: also run and simulate the same clients")
 
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
     _where(check)

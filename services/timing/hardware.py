@@ -87,6 +87,7 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
     train_s: Value  # a train step of a batch of `train_batch` trajectories on `train_gpus` GPUs
     train_batch: Count
     train_gpus: Count
+    prefill: Curve | None = None  # engines that compute a chunk apart from decoding: by its tokens, instead of `linear`
 
     @cached_property
     def load_s(self) -> float:
@@ -129,9 +130,13 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
     ) -> float:
         """One iteration that decodes and prefills `chunks` of (new, before) tokens, of which `completed` contexts end.
 
-        The weights are read once for both; what a chunk takes longer is what it interferes with decoding.
+        The weights are read once for both; what a chunk takes longer is what it interferes with decoding. With a curve of its
+        own, `prefill`, it is computed beside the decoding, and delays it by all that it takes.
         """
         new = sum(count for count, _ in chunks)
+        if self.prefill is not None:
+            decode_s = self.decode_s(sequences, kv_tokens) if sequences else 0.0
+            return decode_s + self.prefill.at(new) + sum(self.prefill_attention_s(*chunk) for chunk in chunks)
         return (
             self.host_s.value
             + self.linear.at(sequences + new)
@@ -186,8 +191,10 @@ def parse(data: bytes, name: str = "hardware") -> Hardware:
         found = msgspec.json.decode(data, type=Hardware)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HardwareError(f"{name}: {error}; the keys are those of services/timing/hardware.py") from error
-    for key in ("linear", "head"):
-        curve: Curve = getattr(found, key)
+    for key in ("linear", "head", "prefill"):
+        curve: Curve | None = getattr(found, key)
+        if curve is None:
+            continue
         if len(curve.tokens) != len(curve.seconds) or not curve.tokens:
             raise HardwareError(f"{name}: {key}: as many seconds as tokens are needed, at least one")
         if any(later <= earlier for earlier, later in pairwise(curve.tokens)):

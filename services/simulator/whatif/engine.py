@@ -31,6 +31,9 @@ class Costs:
         self.linear_s = [host_s + hardware.linear.at(tokens) for tokens in range(max_running + chunk_tokens + 1)]
         self.head_s = [hardware.head.at(count) for count in range(2 * rows)]
         self.base_s = [linear + head for linear, head in zip(self.linear_s, self.head_s, strict=False)]
+        self.prefill_s = None
+        if hardware.prefill is not None:
+            self.prefill_s = [hardware.prefill.at(tokens) for tokens in range(chunk_tokens + 1)]
         self.knee = hardware.attention_knee_tokens
         self.floor_s = hardware.attention_floor_s.value
         self.fixed_s = hardware.attention_fixed_s.value
@@ -278,12 +281,12 @@ class FastEngine:
                 new += count
                 completed += count == work.length - work.computed
                 pairs += count * (work.computed + (count + 1) / 2)
-            self._iteration_s = (
-                costs.linear_s[decoding + new]
-                + costs.head_s[decoding + completed]
-                + (costs.attention_s(self._kv) if decoding else 0.0)
-                + costs.pair_s * pairs
-            )
+            if costs.prefill_s is None:
+                seconds = costs.linear_s[decoding + new] + costs.head_s[decoding + completed]
+                seconds += costs.attention_s(self._kv) if decoding else 0.0
+            else:
+                seconds = costs.prefill_s[new] + (costs.decode_s(decoding, self._kv) if decoding else 0.0)
+            self._iteration_s = seconds + costs.pair_s * pairs
         else:
             self._plan_run()
         for work in known:
