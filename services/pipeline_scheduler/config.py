@@ -16,6 +16,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     train_steps: int
     early_start: bool
+    in_flight: float = 1.0  # with early start, so many batches' trajectories may be in flight
     max_retries: int
     temperature: float
     evaluate_every: int
@@ -28,6 +29,11 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         """Groups a batch."""
         return self.batch_trajectories // self.group_size
 
+    @property
+    def most_in_flight(self) -> int:
+        """Trajectories, of all batches together: never less than one batch, or it could not be completed."""
+        return int(self.batch_trajectories * (max(1.0, self.in_flight) if self.early_start else 1.0))
+
     @staticmethod
     def of(job: JobFile) -> Config:
         """The configuration of a job."""
@@ -39,6 +45,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             staleness=pipeline.staleness,
             train_steps=pipeline.train_steps,
             early_start=pipeline.early_start,
+            in_flight=pipeline.in_flight,
             max_retries=pipeline.max_retries,
             temperature=pipeline.temperature,
             evaluate_every=pipeline.evaluate_every,

@@ -5,7 +5,7 @@ elastic scheduler, which gets the training GPUs back first.
 
 Invariants:
 - Batch k trains version k into k + 1, and is admitted only while the serving version is at least k - staleness.
-- At most `batch_trajectories` trajectories are in flight (held-out evaluation, and what still runs of a group given up, apart).
+- At most `most_in_flight` trajectories are in flight (held-out evaluation, and what still runs of a group given up, apart).
 - A trajectory's end counts once; a batch is exactly its groups, each exactly its size.
 """
 
@@ -252,7 +252,7 @@ class PipelineSchedulerCore:
 
     def _admit(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
         running = sum(batch.running for batch in state.batches)
-        while running + self.config.group_size <= self.config.batch_trajectories:
+        while running + self.config.group_size <= self.config.most_in_flight:
             waiting = ((batch, group) for batch in state.batches for group in batch.groups if group.waiting)
             batch, group = next(waiting, (None, None))
             if batch is None or group is None:

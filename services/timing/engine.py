@@ -314,7 +314,7 @@ class EngineModel:
         most = min(len(work.tokens) - work.length for work in batch)
         most = min(most, max(1, self.cache.room // size))
         knee = self.hardware.attention_knee_tokens
-        if iteration.kv_tokens < knee:
+        if iteration.kv_tokens < knee < math.inf:
             most = min(most, max(1, int((knee - iteration.kv_tokens) // size)))
         return most
 

@@ -20,7 +20,7 @@ from services.pipeline_scheduler.core import PipelineSchedulerCore, PipelineStat
 from services.runtime.core import Input, Note, Refuse, Send, Tick
 
 CONFIG = msgspec.structs.replace(
-    Config.of(JobFile()), batch_trajectories=4, group_size=2, train_steps=3, command_retry_ms=500
+    Config.of(JobFile()), batch_trajectories=4, group_size=2, train_steps=3, command_retry_ms=500, in_flight=1.0
 )
 
 
@@ -123,6 +123,18 @@ def test_members_of_a_group_share_the_task_and_differ_in_sampling() -> None:
     assert first.task_seed == second.task_seed != third.task_seed
     assert first.sample_seed != second.sample_seed
     assert first.group == second.group != third.group
+
+
+def test_more_than_a_batch_in_flight_begins_the_next_one_sooner_within_the_same_bound() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, in_flight=1.5))
+    loop.serve(0)
+    assert [task.batch for task in loop.tasks()] == [0, 0, 0, 0, 1, 1], "half of the next batch, and no more"
+    strict = Loop(msgspec.structs.replace(CONFIG, in_flight=1.5, staleness=0))
+    strict.serve(0)
+    assert [task.batch for task in strict.tasks()] == [0, 0, 0, 0]
+    alone = Loop(msgspec.structs.replace(CONFIG, in_flight=1.5, early_start=False))
+    alone.serve(0)
+    assert [task.batch for task in alone.tasks()] == [0, 0, 0, 0]
 
 
 def test_early_start_admits_the_next_batch_as_slots_free_up() -> None:

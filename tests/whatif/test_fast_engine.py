@@ -10,7 +10,7 @@ import pytest
 from services.simulator.whatif.engine import Costs, FastEngine, Work
 from services.timing import hardware as descriptions
 from services.timing.engine import NEVER, EngineModel
-from services.timing.hardware import Curve, Hardware
+from services.timing.hardware import Curve, Hardware, Value
 
 CHUNK = 2048
 
@@ -119,6 +119,11 @@ def test_requests_end_when_the_timing_model_ends_them(seed: int, max_running: in
     hardware = descriptions.load("h800-qwen3-8b" if seed % 2 else "h800-qwen3-30b-a3b")
     if seed % 3 == 2:  # an engine that computes chunks apart from decoding
         hardware = msgspec.structs.replace(hardware, prefill=Curve((1, 1000), (0.001, 0.05), "made up"))
+    if seed % 4 == 3:  # and one whose decoding does not depend on the contexts' length
+        flat = Value(0.0, "made up")
+        hardware = msgspec.structs.replace(
+            hardware, attention_floor_s=flat, attention_fixed_s=flat, attention_s_per_token=flat
+        )
     generator = random.Random(seed)
     sessions = [Session(number, generator, generator.randint(1, 12)) for number in range(generator.choice((3, 24)))]
     script = Script(sessions, updates=sorted(generator.random() * 20 for _ in range(seed % 4)))

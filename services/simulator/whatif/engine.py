@@ -305,7 +305,7 @@ class FastEngine:
             heapq.heappop(heap)
         most = heap[0][0] - self._counter
         most = min(most, max(1, (self.capacity - self._held - self._locked) // decoding))
-        if self._kv < self.costs.knee:
+        if self._kv < self.costs.knee < math.inf:
             most = min(most, max(1, int((self.costs.knee - self._kv) // decoding)))
         self._most = most
 

@@ -80,6 +80,7 @@ def job_of(
             staleness=settings.staleness,
             train_steps=train_steps,
             early_start=early,
+            in_flight=settings.in_flight,
             max_turns=100_000,
             max_new_tokens=settings.max_context_tokens,
             max_context_tokens=settings.max_context_tokens,

@@ -38,6 +38,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     max_running: Count = 256
     chunk_tokens: Count = 8192
     placement: str = "affinity"
+    in_flight: Annotated[float, Meta(ge=1, le=10)] = 1.5  # batches' trajectories in flight, where the next starts early
     early_start: bool | None = None  # None: as each policy does; else for all
     spot_price: Price = 0.0  # a GPU hour
     reserved_price: Price = 0.0
