@@ -105,7 +105,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--data-dir", default=".pearl", help="where the runs leave their files (default: .pearl)")
 
     bench.add_argument("-c", "--config", default=None, metavar="FILE", help="calibrate: the job (default: the demo's)")
-    bench.add_argument("--out", default="hardware.json", metavar="FILE", help="calibrate: the description (default: hardware.json)")
+    bench.add_argument(
+        "--out", default="hardware.json", metavar="FILE", help="calibrate: the description (default: hardware.json)"
+    )
     bench.add_argument("--validate", action="store_true", help="calibrate: also run and simulate the same clients")
 
     check = command("check", "check", "check a finished or running job's journals: nothing lost, nothing regenerated")
