@@ -173,7 +173,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     path = arguments.config or new_run(Path(arguments.data_dir), seed=arguments.seed, changes={})
     job = jobfile.load(path)
     if job.rollout.engine not in ("torch", "emulated"):
-        raise ConfigError(f"rollout.engine = {job.rollout.engine!r}: calibrate measures engines that this process can start")
+        raise ConfigError(
+            f"rollout.engine = {job.rollout.engine!r}: calibrate measures engines that this process can start"
+        )
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -181,7 +183,9 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     hardware = asyncio.run(calibrate(job, say=say))
     out.write_bytes(msgspec.json.format(msgspec.json.encode(hardware), indent=1) + b"\n")
     checked = (
-        asyncio.run(validate(job, hardware, VALIDATED, prompt=PROMPT, turns=VALIDATED_TURNS)) if arguments.validate else []
+        asyncio.run(validate(job, hardware, VALIDATED, prompt=PROMPT, turns=VALIDATED_TURNS))
+        if arguments.validate
+        else []
     )
     if arguments.json:
         print(json.dumps({"out": str(out), "hardware": hardware.name, "validation": checked}))

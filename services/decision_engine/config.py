@@ -8,7 +8,7 @@ from messages.decision_engine import WorkloadProfile
 from messages.ids import WorkerId, Zone
 from services.decision_engine.choose import Policy
 from services.decision_engine.predict import Limits
-from services.jobfile import ConfigError, JobFile, parse_policy, rollout_slots
+from services.jobfile import FUSED_ENGINES, ConfigError, JobFile, parse_policy, rollout_slots
 from services.profile import cold_start
 
 TOGGLE_GUESS_S = 10.0
@@ -69,6 +69,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     chunk_tokens=job.rollout.prefill_chunk_tokens,
                     max_running=job.rollout.max_running,
                     replay_turns=section.replay_turns,
+                    fused=int(job.rollout.engine in FUSED_ENGINES),
                 ),
                 probe_share=section.probe_share,
             )

@@ -10,7 +10,7 @@ process: a linear system of as many equations as there are measurements.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -31,6 +31,14 @@ SIZE_REACH: Final = 0.7
 """The same for the logarithm of the number of workers."""
 FORGET: Final = 0.05
 """Variance, in units of NOISE squared times this, that each newer measurement adds to older ones: the workload drifts."""
+
+
+REPLAY_NOISE: Final = 0.012
+"""Of one replay: which trajectories happen to meet on a worker."""
+REPLAY_MISSED: Final = 0.02
+"""By how much the queueing network's curve over the ratios is bent, beyond a common factor."""
+REPLAY_REACH: Final = 0.5
+"""Difference of log(P/D) over which that is alike."""
 
 
 class Correction(msgspec.Struct, frozen=True):
@@ -68,6 +76,33 @@ def correction(observed: Sequence[Observed]) -> Correction:
     inverse = _inverse(matrix)
     weights = tuple(sum(row[j] * logs[j] for j in range(count)) for row in inverse)
     return Correction(seen, weights, tuple(tuple(row) for row in inverse))
+
+
+def smoothed(ratios: Mapping[Counts, float], at: Sequence[Counts]) -> dict[Counts, float]:
+    """Replayed over ranked makespans of some ratios, with the replays' luck taken out, for those and for others.
+
+    Neighbouring ratios take nearly equally long; a replay of each adds luck of its own. What is left of the differences is the
+    posterior of a Gaussian process around their mean. Without any: 1.
+    """
+    if not ratios:
+        return dict.fromkeys(at, 1.0)
+    seen = sorted(ratios)
+    logs = [math.log(ratios[counts]) for counts in seen]
+    mean = sum(logs) / len(logs)
+    matrix = [[_near(a, b) for b in seen] for a in seen]
+    for index in range(len(seen)):
+        matrix[index][index] += REPLAY_NOISE**2
+    inverse = _inverse(matrix)
+    weights = [sum(a * (b - mean) for a, b in zip(row, logs, strict=True)) for row in inverse]
+    return {
+        counts: math.exp(mean + sum(_near(counts, each) * weight for each, weight in zip(seen, weights, strict=True)))
+        for counts in at
+    }
+
+
+def _near(a: Counts, b: Counts) -> float:
+    distance = math.log(a[0] * b[1] / (a[1] * b[0])) / REPLAY_REACH
+    return REPLAY_MISSED**2 * math.exp(-distance * distance / 2)
 
 
 def _alike(a: Counts, b: Counts) -> float:

@@ -7,7 +7,7 @@ Without recorded trajectories there is nothing to replay: then the closed forms 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
@@ -15,16 +15,20 @@ import msgspec
 
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
-from services.decision_engine.correct import Correction, Counts, correction
+from services.decision_engine.correct import Correction, Counts, correction, smoothed
 from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
-from services.decision_engine.predict_replay import Grow, Machine, Turns, replay
+from services.decision_engine.predict_replay import Grow, Machine, Turns, merged, replay
 
 LEAST_SAMPLE: Final = 4
 """Trajectories below which a sample says too little to replay."""
-SHORTLIST: Final = 4
-"""Configurations that are replayed, beside colocation and those that must be judged."""
+SHORTLIST: Final = 3
+"""Ratios that are replayed because they rank first, beside colocation and those that must be judged."""
+CLIMB: Final = 2
+"""And so many more, neighbours of the best that was replayed."""
 GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+MOST_MERGED: Final = 4
+"""Turns that one replayed turn may stand for."""
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
@@ -37,6 +41,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     chunk_tokens: int = 512
     max_running: int = 64
     replay_turns: int = 6_000
+    tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
+    fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -81,12 +87,13 @@ class _Key(msgspec.Struct, frozen=True):
     workers: int
     computed: float  # prompt tokens a turn
     measured_on: Counts | None
+    quick: bool
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
     """A sample's trajectory, unpacked: (new prompt tokens, reply tokens, environment seconds) for each turn."""
     return tuple(
-        (trajectory[at], max(1, trajectory[at + 1]), trajectory[at + 2] / 1000)
+        (trajectory[at], max(1, trajectory[at + 1]), trajectory[at + 2] / 1000, 1)
         for at in range(0, len(trajectory) - 2, 3)
     )
 
@@ -96,7 +103,7 @@ def decode_context(batch: Sequence[Turns]) -> float:
     total, tokens = 0.0, 0.0
     for turns in batch:
         context = 0.0
-        for new, reply, _ in turns:
+        for new, reply, _, _ in turns:
             context += new
             total += reply * (context + reply / 2)
             tokens += reply
@@ -118,6 +125,7 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         workers=workers,
         computed=profile.dL,
         measured_on=evidence.measured_on,
+        quick=evidence.quick,
     )
 
 
@@ -126,13 +134,15 @@ def _model(key: _Key) -> _Model:
     """Batches as large as the job's, made of the sample in order: as many different ones as may be replayed."""
     sample = tuple(turns_of(trajectory) for trajectory in key.sample)
     mean_turns = sum(len(turns) for turns in sample) / len(sample)
-    each = key.limits.replay_turns / (SHORTLIST + 1)
+    each = key.limits.replay_turns / (SHORTLIST + CLIMB)
     shrink = 1
     if key.batch * mean_turns > each:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
     size = max(1, key.batch // shrink)
+    parts = min(MOST_MERGED, round(size * mean_turns / each)) if size * mean_turns > each else 1
+    replayed = tuple(merged(turns, parts) for turns in sample)
     most = max(1, min(int(each / (size * mean_turns)), -(-len(sample) // size)))
-    draws = tuple(tuple(sample[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
+    draws = tuple(tuple(replayed[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
         kv_s=key.sequence_s / decode_context(sample),
@@ -141,6 +151,8 @@ def _model(key: _Key) -> _Model:
         capacity=key.capacity,
         chunk=key.limits.chunk_tokens,
         max_running=key.limits.max_running,
+        tokens_per_request=key.limits.tokens_per_request,
+        fused=bool(key.limits.fused),
     )
     machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
@@ -152,16 +164,22 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) ->
     What a turn computes if every prefix is found that nothing evicted is replayed, on the configuration under which `dL` was
     measured; what was computed beyond that, of all that could have been, is put down to rewritten histories.
     """
-    turns = sum(len(each) for each in batch)
+    turns = sum(turn[3] for each in batch for turn in each)
     if key.measured_on is None or not turns:
         return 0.0
-    found = replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns
+    new = sum(turn[0] for each in batch for turn in each) / turns
+    reply = sum(turn[1] for each in batch for turn in each) / turns
+    found = new + (reply if key.measured_on[0] else 0.0)
+    if key.computed <= found * (1 + LEAST_MISSED):
+        return 0.0
+    if not key.quick:
+        found = max(found, replay(batch, machine, *_shrunk(*key.measured_on, shrink)).computed / turns)
     whole = 0.0
     for each in batch:
         context = 0.0
-        for new, reply, _ in each:
+        for new, reply, _, parts in each:
             context += new
-            whole += context
+            whole += context * parts
             context += reply
     whole /= turns
     if key.computed <= found * (1 + LEAST_MISSED) or whole <= found:
@@ -237,18 +255,34 @@ def candidates(
         )
     shortlist = {alone, *ranked[:SHORTLIST], *(counts for counts in judged if counts in options)}
     replayed = {counts: _replayed_s(key, *counts) for counts in sorted(shortlist)}
-    # What the queueing model misses is much the same for neighbours: it is learned from those that were replayed.
-    missed = {
-        mode: _mean([replayed[c] / options[c] for c in replayed if bool(c[0]) is mode and options[c] > 0])
-        for mode in (False, True)
-    }
+    for _ in range(CLIMB):
+        counts = _neighbour(replayed, sorted(split))
+        if counts is not None:
+            replayed[counts] = _replayed_s(key, *counts)
+    # What the queueing network misses is much the same for neighbouring ratios: it is learned from those that were replayed.
+    missed = smoothed({c: replayed[c] / options[c] for c in replayed if c[0] and options[c] > 0}, split)
     found = [_candidate(alone, replayed[alone], "replay", learned)]
     for counts in sorted(split):
-        if counts in replayed:
-            found.append(_candidate(counts, replayed[counts], "replay", learned))
-        else:
-            found.append(_candidate(counts, options[counts] * missed[True], "queueing", learned))
+        method = "replay" if counts in replayed else "queueing"
+        found.append(_candidate(counts, options[counts] * missed[counts], method, learned))
     return (*found, *_impossible(workers, impossible))
+
+
+def _neighbour(replayed: Mapping[Counts, float], split: Sequence[Counts]) -> Counts | None:
+    """The ratio next to the best replayed one that was not: on the side that looks better. None: both were."""
+    tried = [counts for counts in split if counts in replayed]
+    if not tried:
+        return None
+    at = split.index(min(tried, key=lambda counts: replayed[counts]))
+    sides = [side for side in (at - 1, at + 1) if 0 <= side < len(split) and split[side] not in replayed]
+    if not sides:
+        return None
+
+    def beyond(side: int) -> float:
+        other = 2 * at - side  # the best's neighbour on the other side: the worse it is, the better this one may be
+        return -replayed.get(split[other], 0.0) if 0 <= other < len(split) else 0.0
+
+    return split[min(sides, key=lambda side: (beyond(side), side))]
 
 
 def _impossible(workers: int, why: str) -> tuple[Candidate, ...]:
@@ -298,10 +332,6 @@ def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) 
     return Candidate(
         *counts, base_s * learned.factor(counts), True, "", method=method, base_s=base_s, spread=learned.spread(counts)
     )
-
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 1.0
 
 
 def best(options: Sequence[Candidate]) -> Candidate | None:

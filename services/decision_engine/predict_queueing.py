@@ -18,6 +18,8 @@ from services.decision_engine.predict_replay import Machine, Turns
 
 PHASES = 10
 ITERATIONS = 12
+EVICTED_SLOPE = 3.0
+"""How fast prefixes are lost beyond capacity, per share that does not fit."""
 
 
 class Phase(msgspec.Struct, frozen=True):
@@ -42,7 +44,7 @@ def phases_of(batch: Sequence[Turns], scale: float = 1.0) -> tuple[Phase, ...]:
     totals = [[0.0] * 6 for _ in spans]  # turns, new, replied, reply, context * reply, env
     for turns in batch:
         context, before, place = 0.0, 0.0, 0
-        for index, (new, reply, env_s) in enumerate(turns):
+        for index, (new, reply, env_s, _) in enumerate(turns):
             if index >= spans[place][1]:
                 place += 1
             context += new
@@ -76,10 +78,15 @@ def makespan_s(phases: Sequence[Phase], machine: Machine, prefill: int, decode: 
     return sum(phase.turns * _disaggregated_cycle_s(phase, machine, prefill, decode) for phase in phases)
 
 
+def _evicted(sessions: float, context: float, capacity: float) -> float:
+    """Share of turns whose prefix was evicted: least recently used goes first, so soon after they no longer all fit."""
+    return min(1.0, max(0.0, sessions * context / max(capacity, 1.0) - 1) * EVICTED_SLOPE)
+
+
 def _colocated_cycle_s(phase: Phase, machine: Machine, workers: int) -> float:
     """One turn: a prompt waits for the group before it; decoding is stretched by the prompts computed meanwhile."""
     each = phase.active / workers  # trajectories a worker
-    missed = machine.missed
+    missed = max(machine.missed, _evicted(each, phase.context, machine.capacity))
     work_s = (phase.new * (1 - missed) + phase.context * missed) * machine.prefill_s
     decoding = each * 0.5
     cycle_s = 0.0
@@ -103,12 +110,14 @@ def _disaggregated_cycle_s(phase: Phase, machine: Machine, prefill: int, decode:
     if active <= 0:
         return phase.env_s
     others = max(0.0, active - 1) / active
-    missed = machine.missed
+    lost = max(machine.missed, _evicted(active / decode, phase.context, machine.capacity))
+    missed = max(machine.missed, _evicted(active / prefill, phase.context, machine.capacity))
     tokens = (phase.new + phase.replied) * (1 - missed) + phase.context * missed
-    lacking = phase.new * (1 - missed) + phase.context * missed
-    alone_s = machine.fixed_s + tokens * machine.prefill_s
+    lacking = phase.new * (1 - lost) + phase.context * lost
+    fixed_s = machine.fixed_s if machine.fused else 0.0
+    alone_s = fixed_s + tokens * machine.prefill_s
     # Waiting prompts share a chunk's fixed cost.
-    together_s = machine.fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
+    together_s = fixed_s * min(1.0, tokens / machine.chunk) + tokens * machine.prefill_s
     link_s = lacking * machine.transfer_s
     queue, decoding, sending = active / 4 / prefill, active / 2, 0.0
     cycle_s = 0.0

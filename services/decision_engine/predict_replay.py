@@ -18,8 +18,9 @@ from collections.abc import Sequence
 
 import msgspec
 
-Turns = Sequence[tuple[int, int, float]]
-"""A trajectory: for each turn the new prompt tokens, the tokens of the reply, and the environment's seconds after it."""
+Turns = Sequence[tuple[int, int, float, int]]
+"""A trajectory: for each turn the new prompt tokens, the tokens of the reply, the environment's seconds after it; and how many turns
+it stands for: where there are too many to replay, consecutive ones are taken together (`merged`)."""
 
 SLACK = 1e-9
 GOLDEN = 0.6180339887498949
@@ -36,6 +37,8 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     capacity: float  # tokens of KV cache
     chunk: int  # prompt tokens computed in one iteration
     max_running: int  # requests decoded together
+    tokens_per_request: int = 4096  # the router takes a cached prefix of so many tokens for worth one more request
+    fused: bool = True  # an iteration has its fixed part whatever is in it; else only where something decodes
     missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
 
 
@@ -190,7 +193,7 @@ class _Run:
                 least = worker
         if last is None:
             return least
-        worth = min(self.machine.max_running // 2, 1 + context // 256)
+        worth = min(self.machine.max_running // 2, 1 + context // self.machine.tokens_per_request)
         return last if last.load <= least.load + worth else least
 
     def admit(self, home: _Worker, now: float) -> None:
@@ -205,14 +208,15 @@ class _Run:
             home.waiting.popleft()
             known = home.cached.pop(session, 0.0)
             home.cached_tokens -= known
+            parts = 1
             if self.rewritten(session):
-                known = 0.0
+                known, parts = 0.0, self.batch[session][self.turn[session]][3]
             home.used += need
             self.held[session] = need
             while home.cached_tokens > 0 and home.used + home.cached_tokens > machine.capacity:
                 _, gone = home.cached.popitem(last=False)
                 home.cached_tokens -= gone
-            missing = max(1.0, need - known)
+            missing = max(1.0, parts * (need - known))
             if self.disaggregated:
                 self.lacking[session] = missing
                 self.prefill(session, now)
@@ -234,9 +238,10 @@ class _Run:
         self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
+        parts = 1
         if self.rewritten(session):
-            known = 0.0
-        missing = max(1.0, self.context[session] - known)
+            known, parts = 0.0, self.batch[session][self.turn[session]][3]
+        missing = max(1.0, parts * (self.context[session] - known))
         self.computed += missing
         source.prompts.append((session, missing))
         self.settle(source, now)
@@ -271,7 +276,7 @@ class _Run:
                     self.join(worker, session)
 
     def replied(self, home: _Worker, session: int, now: float) -> None:
-        _, reply, env_s = self.batch[session][self.turn[session]]
+        _, reply, env_s, _ = self.batch[session][self.turn[session]]
         context = self.context[session] + reply
         home.kv -= context - 1
         home.load -= 1
@@ -302,14 +307,18 @@ class _Run:
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
         machine = self.machine
-        iteration_s = machine.fixed_s + machine.kv_s * max(worker.kv, 0.0)
+        iteration_s = machine.kv_s * max(worker.kv, 0.0)
+        if worker.ends or machine.fused:
+            iteration_s += machine.fixed_s
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
-            while worker.prompts and (not tokens or tokens + worker.prompts[0][1] <= machine.chunk):
-                session, more = worker.prompts.popleft()
+            prompts, batch = worker.prompts, self.batch
+            while prompts and (not tokens or tokens + prompts[0][1] <= machine.chunk):
+                session, more = prompts.popleft()
                 tokens += more
                 worker.group.append(session)
-            iterations = max(1, -int(-tokens // machine.chunk))
+                iterations = max(iterations, batch[session][self.turn[session]][3])
+            iterations = max(iterations, -int(-tokens // machine.chunk))
             took_s = iterations * iteration_s + tokens * machine.prefill_s
             worker.group_end_s = now + took_s
             worker.rate = iterations / took_s if took_s > 0 else 1e12
@@ -322,6 +331,19 @@ class _Run:
         worker.stamp += 1
         if due >= 0:
             self.push(max(due, now), self.WORKER, worker.stamp, worker)
+
+
+def merged(turns: Turns, parts: int) -> Turns:
+    """The same trajectory in turns that stand for `parts` consecutive ones each: the same sums, fewer events."""
+    if parts <= 1:
+        return turns
+    found: list[tuple[int, int, float, int]] = []
+    for at in range(0, len(turns), parts):
+        span = turns[at : at + parts]
+        found.append(
+            (sum(t[0] for t in span), sum(t[1] for t in span), sum(t[2] for t in span), sum(t[3] for t in span))
+        )
+    return tuple(found)
 
 
 def replay(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from services.jobfile import JobFile, rollout_slots
+from services.jobfile import FUSED_ENGINES, JobFile, rollout_slots
 from services.profile import cold_start
 
 
@@ -25,6 +25,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     skip_samples: int = 1  # after an incarnation's first heartbeat, or a change of serving: warm-up
     warm_up_ms: int = 2000  # after a role was set or device state restored: caches and graphs are cold
     most_workers: int = 5000  # the stated limit of a job (DESIGN 3)
+    fused: bool = (
+        False  # the engine computes prompts and decodes in one pass, whose fixed part prefill workers pay as well
+    )
     most_operations: int = 32  # kinds of operations whose cost is learned
 
     @staticmethod
@@ -36,4 +39,5 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             train_steps=job.pipeline.train_steps,
             max_context_tokens=job.pipeline.max_context_tokens,
             max_turns=job.pipeline.max_turns,
+            fused=job.rollout.engine in FUSED_ENGINES,
         )

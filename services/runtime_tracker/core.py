@@ -12,7 +12,9 @@ What is fitted how, the same in both execution modes:
   environment, in neither queue. Those that wait for or are in prefill are left out: eq. 3 has them, and counting them here
   would make a bubble of every queue that another ratio removes.
 - `A`, `b`: least squares of seconds a decode iteration on its batch size, from the differences of heartbeat sums,
-  samples of earlier steps counting less and less; `t_prefill` likewise, as a quotient.
+  samples of earlier steps counting less and less; `t_prefill` likewise, as a quotient: of colocated workers, where it is what
+  prompts add to iterations; of prefill workers only while no other was measured, and then without the fixed part A of a turn's iteration, where
+  the engine pays it for prompts alone (`fused`).
 - `T_over`: what colocated turns took beyond eq. 1's prefill and decode at the load there was. It keeps its value while
   rollout is disaggregated.
 - the KV cache of a trajectory: its mean tokens times the bytes of one.
@@ -52,6 +54,10 @@ OPERATIONS = (
     "plain_step",
 )
 """The operations of `operation.timed/1` whose cost is learned."""
+
+
+LEAST_PREFILL_SHARE = 0.2
+"""Of what prefill workers take for a token, that at least is the token's, whatever A is."""
 
 
 class Sums(msgspec.Struct, frozen=True):
@@ -115,6 +121,8 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     decode: Line = Line()
     prefill_tokens: float = 0.0
     prefill_s: float = 0.0
+    alone_tokens: float = 0.0  # the same of prefill workers, whose iterations hold nothing else
+    alone_s: float = 0.0
     costs: dict[str, float] = {}
     profile: WorkloadProfile | None = None  # the last one emitted
     measured: bool = False  # some step's turns are in `profile`, which is then more than the cold start's
@@ -186,7 +194,9 @@ class RuntimeTrackerCore:
         else:
             new = WorkerSums(message.incarnation, message.serving, max(0, last.skip - 1), sums, sums)
             if last.skip == 0 and not self._warming(state, message.worker, last.sampled.at_ms):
-                state = _sampled(state, last.sampled, sums)
+                role = state.switched.get(message.worker)
+                alone = role is not None and role.role is Role.PREFILL
+                state = _sampled(state, last.sampled, sums, alone=alone)
         return msgspec.structs.replace(state, workers={**state.workers, message.worker: new}), ()
 
     def on_switch(self, state: State, message: RoleSet | WorkerActivated, now_ms: int) -> State:
@@ -305,6 +315,8 @@ class RuntimeTrackerCore:
             decode=state.decode.decayed(keep),
             prefill_tokens=state.prefill_tokens * keep,
             prefill_s=state.prefill_s * keep,
+            alone_tokens=state.alone_tokens * keep,
+            alone_s=state.alone_s * keep,
             profile=profile,
             measured=state.measured or profile.samples > 0,
             sample=state.sample.aged(),
@@ -344,6 +356,11 @@ class RuntimeTrackerCore:
         changes["A_s"], changes["b_s"] = state.decode.fit(base.A_s, base.b_s)
         if state.prefill_tokens > 0:
             changes["t_prefill_s"] = state.prefill_s / state.prefill_tokens
+        elif state.alone_tokens > 0:
+            each_s = state.alone_s / state.alone_tokens
+            prompt = changes.get("dL", base.dL)
+            fixed_s = changes["A_s"] / prompt if self.config.fused and prompt > 0 else 0.0
+            changes["t_prefill_s"] = max(each_s - fixed_s, LEAST_PREFILL_SHARE * each_s)
         profile = msgspec.structs.replace(
             base,
             train_step=train_step,
@@ -369,7 +386,7 @@ def _overhead(profile: WorkloadProfile, sums: StepSums, now_ms: int) -> float | 
     return max(0.0, turn_s - prefill_s - decode_s)
 
 
-def _sampled(state: State, last: Sums, new: Sums) -> State:
+def _sampled(state: State, last: Sums, new: Sums, *, alone: bool) -> State:
     """With the speeds between two heartbeats of one incarnation. Sums that went backwards are a new baseline only."""
     iterations, decode_s = new.iterations - last.iterations, new.decode_s - last.decode_s
     batch_sum = new.batch_sum - last.batch_sum
@@ -379,6 +396,10 @@ def _sampled(state: State, last: Sums, new: Sums) -> State:
     decode = state.decode
     if iterations > 0:
         decode = decode.add(batch_sum / iterations, decode_s / iterations, float(iterations))
+    if alone:
+        return msgspec.structs.replace(
+            state, decode=decode, alone_tokens=state.alone_tokens + tokens, alone_s=state.alone_s + prefill_s
+        )
     return msgspec.structs.replace(
         state,
         decode=decode,

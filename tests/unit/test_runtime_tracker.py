@@ -17,6 +17,7 @@ from services.runtime.core import Input, Refuse, Send
 from services.runtime_tracker.config import Config
 from services.runtime_tracker.core import OPERATIONS, RuntimeTrackerCore, State
 from services.runtime_tracker.fit import Line
+from services.runtime_tracker.sample import Sample
 
 CORE = RuntimeTrackerCore(msgspec.structs.replace(Config.of(JobFile()), least_share=0.0))
 
@@ -288,3 +289,68 @@ def test_nonsense_is_refused_and_changes_nothing(message: Message) -> None:
 def test_state_survives_a_checkpoint() -> None:
     state, _ = run(*heartbeats_at_two_batch_sizes(), (1, request()), (2, finished(0)))
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(state), type=State) == state
+
+
+# ---- the sample of trajectories that the planner replays ----
+
+
+def turns(trajectory: str, *numbers: tuple[int, int, float]) -> Sample:
+    return played(Sample(), trajectory, *numbers)
+
+
+def played(sample: Sample, trajectory: str, *numbers: tuple[int, int, float]) -> Sample:
+    for turn, (new, reply, env_s) in enumerate(numbers):
+        sample = sample.with_turn(trajectory, turn, new, reply, env_s)
+    return sample
+
+
+def test_a_trajectory_whose_every_turn_was_heard_enters_the_sample() -> None:
+    sample = turns("a", (100, 10, 0.5), (20, 11, 1.25)).with_end("a", 2)
+    assert sample.complete == ((100, 10, 500, 20, 11, 1250),) and sample.following == {}
+    late = turns("a", (100, 10, 0.5)).with_end("a", 2).with_turn("a", 1, 20, 11, 1.25)
+    assert late.complete == sample.complete  # the last turn's telemetry came after the end
+
+
+def test_a_trajectory_with_a_hole_or_a_failure_does_not() -> None:
+    assert turns("a", (100, 10, 0.5)).with_turn("a", 2, 1, 1, 0.0).with_end("a", 3).complete == ()
+    assert turns("a", (100, 10, 0.5)).with_end("a", 3).following == {}
+    assert turns("a", (100, 10, 0.5)).without("a").with_end("a", 1).complete == ()
+    assert Sample().with_turn("a", 3, 1, 1, 0.0) == Sample() and Sample().with_end("a", 3) == Sample()
+    again = turns("a", (100, 10, 0.5)).with_turn("a", 0, 100, 12, 0.5).with_end("a", 1)
+    assert again.complete == ((100, 12, 500),)  # tried again from the beginning
+
+
+def test_the_sample_is_bounded_and_keeps_the_newest() -> None:
+    sample = Sample()
+    for index in range(200):
+        sample = played(sample, f"t{index}", *[(index, 1, 0.0)] * 100).with_end(f"t{index}", 100)
+    assert len(sample.complete) == 2560 // 100 and sample.complete[-1][0] == 199
+    for index in range(200):
+        sample = sample.with_turn(f"u{index}", 0, 1, 1, 0.0)
+    assert len(sample.following) == 96
+    assert sample.aged().aged().following == {}
+
+
+def test_the_profile_carries_the_sample() -> None:
+    steps: list[tuple[int, Message]] = [(0, request(generated=9, new=5, env_s=0.25)), (1, trajectory(1, 0.25))]
+    steps[1] = (1, msgspec.structs.replace(steps[1][1], trajectory=TrajectoryId("t")))
+    _, (profile,) = run(*steps, (2, finished(0)))
+    assert profile.sample == ((5, 9, 250),)
+
+
+def test_an_engine_of_one_pass_pays_its_fixed_part_for_prompts_alone() -> None:
+    """t_prefill is what a token adds; on prefill workers A comes on top of every turn's iteration."""
+    fused = RuntimeTrackerCore(msgspec.structs.replace(CORE.config, fused=True))
+    state = fused.initial()
+    steps: list[tuple[int, Message]] = [(0, switch("n-w0", Role.PREFILL)), (0, switch("n-w1", Role.DECODE))]
+    for second in range(6):
+        told = heartbeat("n-w0", 0, 0.0, 0.0, 0, prefill_tokens=1000 * second)
+        told = msgspec.structs.replace(told, prefill_s=second * (1000 * 2e-5 + 10 * 0.008))  # ten turns of 100 tokens
+        steps += [(1000 * second, told), (1000 * second, heartbeat("n-w1", 100 * second, 0.008, 0.0, 8))]
+    steps += [(5000, request(new=100)) for _ in range(50)]
+    profiles: list[WorkloadProfile] = []
+    for now_ms, message in [*steps, (5000, finished(0))]:
+        state, effects = fused.step(state, Input(now_ms, message))
+        profiles += [each.message for each in effects if isinstance(each, Send)]  # type: ignore[misc]
+    (profile,) = profiles
+    assert profile.t_prefill_s + profile.A_s / 100 == pytest.approx(2e-5 + 0.008 / 100)

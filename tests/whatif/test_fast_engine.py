@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import msgspec
@@ -48,8 +49,9 @@ class Script:
                 session = self.sessions[index]
                 ended.append((session.name, turn, end_s))
                 if turn + 1 < len(session.turns):
-                    # On a grid, so that the two engines' last bits cannot order two arrivals differently.
-                    again_s = round(end_s + session.turns[turn][2] + 0.001, 4)
+                    # On a grid, so that the two engines' last bits cannot order two arrivals differently; and off the
+                    # middle between two of its points, on which times that are whole microseconds would fall.
+                    again_s = round(end_s + session.turns[turn][2] + 0.001 + math.pi * 1e-6, 4)
                     due.append((max(again_s, now), index, turn + 1, total))
             due.sort()
             while due and due[0][0] <= now:

@@ -142,9 +142,7 @@ def simulate_small(name: str, **changes: object):
 
 
 def test_a_result_accounts_for_every_gpu_and_second() -> None:
-    found = compare(
-        TRACE, workload(), HARDWARE, [find("roll"), find(PLANNED)], hours=SECONDS / 3600, settings=SMALL
-    )
+    found = compare(TRACE, workload(), HARDWARE, [find("roll"), find(PLANNED)], hours=SECONDS / 3600, settings=SMALL)
     roll, pearl = found.policies["roll"], found.policies[PLANNED]
     assert roll.preemptible_gpu_hours == 0 and pearl.preemptible_gpu_hours > 0
     assert pearl.steps[0].start_s == 0 and pearl.steps[-1].end_s <= SECONDS

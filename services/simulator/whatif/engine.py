@@ -53,8 +53,8 @@ class Work:
     """A request in an engine: continue `start` tokens of a session's context until they are `total`."""
 
     __slots__ = (
-        "cached", "computed", "end_at", "engine", "first_s", "length", "of", "remote", "seen", "session", "shareable",
-        "start", "total", "version",
+        "cached", "computed", "end_at", "engine", "first_s", "length", "number", "of", "remote", "seen", "session", "shareable",
+        "start", "total", "used_at", "version",
     )  # fmt: skip
 
     def __init__(self, session: str, start: int, total: int, of: object, *, remote: bool = False) -> None:
@@ -72,6 +72,8 @@ class Work:
         self.shareable = True
         self.engine: FastEngine | None = None
         self.version = -1
+        self.number = 0  # in order of admission
+        self.used_at = 0  # its session's prefix, when it was admitted
 
 
 class FastEngine:
@@ -96,8 +98,8 @@ class FastEngine:
         self._waiting: deque[Work] = deque()
         self._running: dict[Work, None] = {}  # in order of admission
         self._prefilling: list[Work] = []  # of those: context not computed; in the same order
-        self._heap: list[tuple[int, int, Work]] = []  # (iteration, tie, work); some have left
-        self._ties = 0
+        self._heap: list[tuple[int, int, Work]] = []  # (iteration, number, work); some have left
+        self._numbers = 0
         self._decoding = 0
         self._kv = 0  # tokens of all that decode
         self._counter = 0  # decode iterations so far
@@ -113,6 +115,8 @@ class FastEngine:
         self._locked = 0
         self._held = 0
         self._sessions: dict[str, int] = {}
+        self._used: dict[str, int] = {}  # of those: when last used
+        self._clock = 0
 
     # ---- what is asked ----
 
@@ -194,6 +198,7 @@ class FastEngine:
     def new_weights(self) -> None:
         """KV of the old weights serves those that have it, and no others."""
         self._sessions.clear()
+        self._used.clear()
         self._stored = self._locked
         for work in self._running:
             work.shareable = False
@@ -202,6 +207,7 @@ class FastEngine:
         """Nothing runs, and nothing is cached."""
         assert not self._running and not self._waiting
         self._sessions.clear()
+        self._used.clear()
         self._stored = self._locked = self._held = 0
 
     # ---- the clock ----
@@ -253,6 +259,8 @@ class FastEngine:
         while waiting and len(running) < self.max_running and self._admit(waiting[0]):
             work = waiting.popleft()
             running[work] = None
+            self._numbers += 1
+            work.number = self._numbers
             if work.remote:
                 self.reserved.append(work)
             elif work.length - work.computed > (0 if self.prefill_only else 1):
@@ -382,6 +390,8 @@ class FastEngine:
                 self._retract(youngest, grown=youngest.end_at >= 0 or youngest in before)
             self._hold(needed)
             ready = [work for work in ready if work in self._running]
+        if decoding:
+            self._close()
         if ready:
             self.firsts += len(ready)
             gone = set(ready)
@@ -393,14 +403,11 @@ class FastEngine:
                     self._finished(work)
                 else:
                     self._decode(work)
-        if decoding:
-            self._close()
 
     def _decode(self, work: Work) -> None:
         """It decodes from the next iteration on."""
         work.end_at = self._counter + work.total - work.length
-        self._ties += 1
-        heapq.heappush(self._heap, (work.end_at, self._ties, work))
+        heapq.heappush(self._heap, (work.end_at, work.number, work))
         self._decoding += 1
         self._kv += work.length
 
@@ -445,6 +452,7 @@ class FastEngine:
 
     def _admit(self, work: Work) -> bool:
         found = self._sessions.pop(work.session, 0)
+        self._clock += 1
         cached = min(found, work.length - 1)
         spare = len(self._running)
         needed = work.length - cached + spare
@@ -454,6 +462,7 @@ class FastEngine:
             if short > self._stored - self._locked - cached:
                 if found:
                     self._sessions[work.session] = found
+                    self._used[work.session] = self._clock
                 return False
             if found > cached:
                 beyond = min(found - cached, short)
@@ -466,6 +475,7 @@ class FastEngine:
             self._stored -= found - cached
         self._locked += cached
         work.computed = work.cached = cached
+        work.used_at = self._clock
         work.shareable = True
         self.sums.cached += cached
         if work.seen < 0:
@@ -491,7 +501,7 @@ class FastEngine:
                 sessions[session] = length - needed
                 self._stored -= needed
                 return
-            del sessions[session]
+            del sessions[session], self._used[session]
             self._stored -= length
             needed -= length
 
@@ -524,3 +534,10 @@ class FastEngine:
             self._stored += stored - cached
             self._sessions.pop(work.session, None)
             self._sessions[work.session] = stored
+            if keep:
+                self._clock += 1
+                self._used[work.session] = self._clock
+            else:  # retracted: its prefix was last used when it was admitted
+                self._used[work.session] = work.used_at
+                order = sorted(self._sessions, key=self._used.__getitem__)
+                self._sessions = {session: self._sessions[session] for session in order}

@@ -23,7 +23,7 @@ import msgspec
 from services.simulator.whatif.engine import NEVER, Costs, FastEngine, Work
 from services.timing.hardware import Hardware
 
-TOKENS_PER_REQUEST = 256
+TOKENS_PER_REQUEST = 4096
 """As the router: a prefix of so many tokens is worth about one more request in a worker."""
 
 
@@ -75,11 +75,11 @@ class Noise(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True):
-    """Colocated workers that come while a batch runs: `workers` more, `delay_s` after `remaining` trajectories are left."""
+    """Workers that come while a batch runs, `delay_s` after `remaining` trajectories are left."""
 
     remaining: int
     delay_s: float
-    workers: int
+    workers: Workers
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -179,7 +179,7 @@ class Judge:
 
         def add() -> None:
             assert change is not None
-            self._add(Workers(colocated=change.workers))
+            self._add(change.workers)
 
         def finished() -> None:
             nonlocal change_s

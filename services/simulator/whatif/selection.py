@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -60,6 +60,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     batch: int
     measured_s: dict[str, float]
+    best: str
     regret: dict[str, float]  # by predictor
     chosen: dict[str, str]
     modes_differ: float  # best colocated against best disaggregated, as a share of the better
@@ -181,17 +182,26 @@ def profile_of(
     batches: Sequence[Sequence[Trajectory]],
     last: tuple[Workers, Measured],
     errors: Sequence[float],
+    colocated: Measured | None = None,
 ) -> WorkloadProfile:
-    """What the runtime tracker would say after these batches, the last of which ran like that; constants are off by `errors`."""
+    """What the runtime tracker would say after these batches, the last of which ran like that; constants are off by `errors`.
+
+    `colocated`: the last batch that ran so, from which t_prefill is taken; else it is what prefill workers took, without an
+    iteration's fixed part, as the runtime tracker has it.
+    """
     hardware: Hardware = setting.site.hardware
     newest = batches[-1]
     turns = [turn for trajectory in newest for turn in trajectory]
     replies = sum(turn.reply for turn in turns)
-    unpacked = [tuple((t.new, t.reply, t.env_s) for t in trajectory) for trajectory in newest]
+    unpacked = [tuple((t.new, t.reply, t.env_s, 1) for t in trajectory) for trajectory in newest]
     context = predict.decode_context(unpacked)
     slowest = max(newest, key=lambda trajectory: (len(trajectory), sum(turn.env_s for turn in trajectory)))
     _, measured = last
-    new = max(1, round(sum(turn.new for turn in turns) / len(turns)))
+    fixed_s = hardware.fixed_decode_s()
+    if colocated is not None:
+        prefill_s = colocated.prefill_s / max(1, colocated.prefilled)
+    else:
+        prefill_s = measured.prefill_s / max(1, measured.prefilled) - fixed_s * len(turns) / max(1, measured.prefilled)
     decode_share_s = measured.decode_s * replies / max(1, measured.iterations)
     return WorkloadProfile(
         train_step=0,
@@ -200,9 +210,9 @@ def profile_of(
         r=replies / len(turns),
         dL=measured.prefilled / len(turns),
         theta=sum(turn.env_s for turn in turns) / max(decode_share_s, 1e-9),
-        A_s=hardware.fixed_decode_s() * errors[0],
+        A_s=fixed_s * errors[0],
         b_s=hardware.decode_s_per_sequence(context, 8) * errors[1],
-        t_prefill_s=hardware.prefill_s_per_token(new, round(context)) * errors[2],
+        t_prefill_s=max(prefill_s, 1e-7) * errors[2],
         T_over_s=0.02,
         T_env_s=sum(turn.env_s for turn in slowest),
         kv_bytes_per_token=hardware.kv_bytes_per_token,
@@ -215,11 +225,13 @@ def profile_of(
     )
 
 
-def _counts(workers: Workers) -> tuple[int, int, int]:
+def counts_of(workers: Workers) -> tuple[int, int, int]:
+    """(prefill, decode, colocated)."""
     return (workers.prefill, workers.decode, workers.colocated)
 
 
-def _name(workers: Workers) -> str:
+def name_of(workers: Workers) -> str:
+    """ "8C", "3P5D"."""
     return f"{workers.colocated}C" if workers.colocated else f"{workers.prefill}P{workers.decode}D"
 
 
@@ -256,22 +268,24 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     def true_s(workers: Workers) -> float:
         return mean_s(setting, seed, table, workers)
 
-    best_s = min(true_s(each) for each in alive)
+    winner = min(alive, key=true_s)
+    best_s = true_s(winner)
 
     batches: list[tuple[Trajectory, ...]] = []
     observed: list[Observed] = []
     probed = False
     running = Workers(0, 0, setting.workers)
     last: tuple[Workers, Measured] | None = None
+    first: Measured | None = None  # the last colocated batch
     limits = predict.Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
     options: tuple[Candidate, ...] = ()
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
-            profile = profile_of(setting, batches, last, errors)
+            profile = profile_of(setting, batches, last, errors, first)
             evidence = predict.Evidence(
-                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=_counts(last[0])
+                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(last[0])
             )
-            options = predict.candidates(profile, setting.workers, evidence, judged=[_counts(running)])
+            options = predict.candidates(profile, setting.workers, evidence, judged=[counts_of(running)])
             best = predict.best(options)
             assert best is not None
             running = Workers(best.prefill, best.decode, best.colocated)
@@ -286,16 +300,17 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         measured = measure(setting, running, number)
         batches.append(draw(setting, number))
         last = (running, measured)
-        profile = profile_of(setting, batches, last, errors)
+        first = measured if running.colocated else first
+        profile = profile_of(setting, batches, last, errors, first)
         # Predicted for the very batch that ran: its luck is not an error of the model.
         own = predict.Evidence(
-            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=_counts(running)
+            sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=counts_of(running)
         )
-        predicted = predict.predicted_s(profile, _counts(running), own)
+        predicted = predict.predicted_s(profile, counts_of(running), own)
         realised_s = measured.makespan_s * math.exp(random.gauss(0, REALISED_NOISE))
-        observed.append(Observed(*_counts(running), predicted, realised_s, step))
+        observed.append(Observed(*counts_of(running), predicted, realised_s, step))
     assert last is not None
-    profile = profile_of(setting, batches, last, errors)
+    profile = profile_of(setting, batches, last, errors, first)
     closed = makespan.best(makespan.candidates(profile, setting.workers, 0.95))
     assert closed is not None
     prefill, decode = scaled(STATIC, setting.workers)
@@ -312,9 +327,10 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     return Outcome(
         workers=setting.workers,
         batch=setting.batch,
-        measured_s={_name(each): sum(v) / len(v) for each, v in table.items()},
+        measured_s={name_of(each): sum(v) / len(v) for each, v in table.items()},
+        best=name_of(winner),
         regret={name: max(0.0, value) for name, value in regret.items()},
-        chosen={name: _name(workers) for name, workers in choices.items()},
+        chosen={name: name_of(workers) for name, workers in choices.items()},
         modes_differ=abs(alone_s - split_s) / min(alone_s, split_s),
         probed=probed,
     )
@@ -335,15 +351,14 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, float]]:
     return found
 
 
-def report(outcomes: Sequence[Outcome]) -> dict[str, object]:
+def report(outcomes: Sequence[Outcome]) -> dict[str, Any]:  # Any: a JSON object
     """All settings, and those whose modes differ by more than 5 %."""
     apart = [outcome for outcome in outcomes if outcome.modes_differ > MODES_DIFFER]
     return {
         "settings": len(outcomes),
         "all": summary(outcomes),
         "modes_differ_by_5_percent": summary(apart),
-        "best_is_colocated": sum(min(o.measured_s, key=lambda n: o.measured_s[n]).endswith("C") for o in outcomes)
-        / max(1, len(outcomes)),
+        "best_is_colocated": sum(outcome.best.endswith("C") for outcome in outcomes) / max(1, len(outcomes)),
         "probed": sum(outcome.probed for outcome in outcomes) / max(1, len(outcomes)),
         "observed_steps": OBSERVED_STEPS,
         "constant_error": CONSTANT_ERROR,
