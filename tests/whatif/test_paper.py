@@ -85,6 +85,7 @@ class Given(Runner):
                     workers=task.workers,
                     batch=64,
                     measured_s={names[task.workers]: 100.0},
+                    best=names[task.workers],
                     regret={"planner": 0.004, "eq. 1-3": 0.03},
                     chosen={"planner": names[task.workers]},
                     modes_differ=0.1,
