@@ -25,6 +25,16 @@ from services.simulator.whatif.result import PolicyResult, Span
 from tests.whatif.made import policy
 from tests.whatif.test_report import Reader
 
+SPANS = (
+    Span("s0/0", 0.0, 50.0, "preparing"),  # the job's start
+    Span("s0/0", 50.0, 60.0, "decode"),
+    Span("s0/0", 100.0, 160.0, "preparing"),
+    Span("s0/0", 160.0, 170.0, "switching"),
+    Span("s0/0", 170.0, 900.0, "decode"),
+    Span("s0/1", 200.0, 220.0, "preparing"),  # goes before it served
+    Span("t0/0", 300.0, 306.0, "preparing"),
+    Span("t0/0", 306.0, 400.0, "colocated"),
+)
 OPTIONS = Options(seeds=2, batches=2)
 FACTOR = {
     "roll": 1.0,
@@ -62,7 +72,7 @@ class Given(Runner):
             size = task.settings.batch_trajectories / (1 + (task.settings.batch_trajectories - 64) ** 2 / 1000)
             rate = 1000.0 * FACTOR[task.policy.name] * size / 64 * (40000 / task.settings.max_context_tokens)
             one = policy(rate + task.seed)
-            spans = (*one.spans, Span("s0/0", 100.0, 170.0, "preparing"), Span("s0/0", 170.0, 900.0, "decode"))
+            spans = (*one.spans, *SPANS)
             found.append(msgspec.structs.replace(one, spans=spans))
         return found
 
@@ -75,6 +85,7 @@ class Given(Runner):
                     workers=task.workers,
                     batch=64,
                     measured_s={names[task.workers]: 100.0},
+                    best=names[task.workers],
                     regret={"planner": 0.004, "eq. 1-3": 0.03},
                     chosen={"planner": names[task.workers]},
                     modes_differ=0.1,
@@ -144,7 +155,9 @@ def test_figure_5_compares_with_rlboost_on_the_same_seed() -> None:
 
 
 def test_figure_6_dip_is_where_the_fewest_gpus_are() -> None:
-    assert figure6.dip(7200.0) == (3720.0, 4080.0)
+    assert figure6.dip() == (3720.0, 4080.0)
+    short = figure6.figure(Given(), Options(hours=1.0))
+    assert {each.verdict for each in short.claims} == {NOT_SIMULATED}
     steady = policy(1000.0)
     assert figure6.fall(steady, 3720.0, 4080.0) == pytest.approx(0.0)
     slow = [
@@ -189,6 +202,7 @@ def test_table_3_measures_expansions_that_served() -> None:
     found = table3.figure(Given(), OPTIONS)
     assert found.claims[0].simulated is not None and found.claims[0].simulated.mean == pytest.approx(70.0)
     assert found.claims[0].verdict == AGREES and len(found.sheets[0].rows) == 8
+    assert found.claims[1].simulated is not None and found.claims[1].simulated.mean == pytest.approx(6.0)
 
 
 def test_configurations_measured_less_are_compared_on_the_same_batches() -> None:

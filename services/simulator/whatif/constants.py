@@ -11,7 +11,7 @@ from services.simulator.whatif.settings import SOURCES, Settings
 from services.timing.hardware import Curve, Hardware, Value
 
 WORKLOAD_DELAYS: Final = "workload delays"
-ASSUMED: Final = ("notice_s", "chunk_tokens")
+ASSUMED: Final = ("notice_s", "chunk_tokens", "prefix_reuse")
 """Settings that are assumptions about the world; the others are the user's own choice of what to compare."""
 
 Inputs = tuple[Hardware, Workload, Settings]
@@ -43,6 +43,8 @@ def changed(inputs: Inputs, name: str, factor: float) -> Inputs:
         return hardware, msgspec.structs.replace(workload, delay_share=workload.delay_share * factor), settings
     if name in ASSUMED:
         value = getattr(settings, name) * factor
+        if name == "prefix_reuse":
+            value = min(1.0, value)
         return (
             hardware,
             workload,

@@ -10,6 +10,7 @@ from services.simulator.whatif.paper.runs import LARGE, Batch, Runner, ratios
 from services.simulator.whatif.report import plots
 from services.simulator.whatif.report.html import Cell, num
 from services.simulator.whatif.report.summary import Interval, interval
+from services.simulator.whatif.settings import Settings
 
 NAME: Final = "figure2c"
 WORKERS: Final = 8
@@ -70,10 +71,12 @@ def figure(run: Runner, options: Options) -> Figure:
         setting=f"{WORKERS} TP2 workers of Qwen3-30B-A3B on 16 H800, one batch of recorded trajectories at a time.",
         claims=(*gains, *shortfalls),
         differences=(
-            f"Prefill takes {prefill_share:.1%} of the engines' busy time here (3.2 of the paper: 26.5 % of the time of the "
-            "interval that it shows): the recorded observations are short, prefixes are found cached, and the measured kernel "
-            "times of an H800 are nearly the least it can take. Where prefill disturbs decoding so little, separating it gains "
-            "little, and the workers that disaggregation takes from decoding are missed.",
+            f"Prefill takes {prefill_share:.1%} of the engines' busy time here (3.2 of the paper: 26.5 % of the time of the interval "
+            f"that it shows), with {Settings().prefix_reuse:.0%} of the turns reusing their prefix, and the measured kernel times of an "
+            "H800, which are nearly the least it can take. Separating prefill can gain no more than it takes, and the workers that "
+            "disaggregation takes from decoding are missed.",
+            "The paper's batches are of its own trajectories, which are not public; and a batch's makespan hangs on its longest one, "
+            f"so that single batches scatter: seeds {options.told_batch_seeds} here.",
         ),
         sheets=(
             Sheet(

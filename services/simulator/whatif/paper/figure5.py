@@ -50,7 +50,7 @@ def figure(run: Runner, options: Options) -> Figure:
         section="6.2",
         setting=f"The three segments, {options.hours:g} h each; 16 training GPUs, 4 reserved and up to 12 preemptible rollout GPUs.",
         claims=tuple(claims),
-        differences=segments.bounds(done),
+        differences=segments.bounds(run, options, done),
         sheets=tuple(
             Sheet(
                 f"{model}: tokens/s (times ROLL); staleness and reward",

@@ -17,12 +17,16 @@ from services.simulator.whatif.settings import Settings
 
 NAME: Final = "figure6"
 DIP: Final = "bamboo-segment2"
+SEGMENT_S: Final = 7200.0
+SETTLE_S: Final = 600.0
+"""A step that began in the dip ends within this."""
 
 
 def figure(run: Runner, options: Options) -> Figure:
     """The first seed's curves; of the dip in segment 2, the fall of each system against its own mean before."""
     done = segments.runs(run, options)
-    begin_s, end_s = dip(options.hours * 3600)
+    begin_s, end_s = dip()
+    simulated = options.hours * 3600 >= end_s + SETTLE_S
     claims: list[Claim] = []
     for hardware, model in MODELS.items():
         falls = {
@@ -34,12 +38,14 @@ def figure(run: Runner, options: Options) -> Figure:
                 claim(
                     f"{policy} falls less than RLBoost+ in segment 2's reduction, {model}",
                     "6.2",
-                    (0.0, 100.0),
+                    (1.0, 100.0),
                     "points",
-                    falls["rlboost"].mean - falls[policy].mean,
+                    falls["rlboost"].mean - falls[policy].mean if simulated else None,
                     0.0,
-                    f"RLBoost+ falls by {falls['rlboost'].mean:.0f} %, {policy} by {falls[policy].mean:.0f} %; "
-                    "the paper says that RLBoost+ drops more sharply, and gives no number",
+                    f"RLBoost+ falls by {falls['rlboost'].mean:.0f} %, {policy} by {falls[policy].mean:.0f} %; the paper says that "
+                    "RLBoost+ drops more sharply, and gives no number: at least one point is asked for here"
+                    if simulated
+                    else "the simulated hours end before it",
                 )
             )
     drawings = tuple(
@@ -57,16 +63,16 @@ def figure(run: Runner, options: Options) -> Figure:
         section="6.2",
         setting=f"As Figure 5. The reduction of segment 2: minutes {begin_s / 60:.0f} to {end_s / 60:.0f}, where the fewest GPUs are there.",
         claims=tuple(claims),
-        differences=segments.bounds(done),
+        differences=segments.bounds(run, options, done),
         drawings=drawings,
     )
 
 
-def dip(seconds: float) -> tuple[float, float]:
+def dip() -> tuple[float, float]:
     """The longest time of segment 2 with its fewest GPUs."""
-    steps = [step for step in load_trace(DIP).steps if step.time_s < seconds]
+    steps = load_trace(DIP).steps
     least = min(step.gpus for step in steps)
-    ends = [*(step.time_s for step in steps[1:]), seconds]
+    ends = [*(step.time_s for step in steps[1:]), SEGMENT_S]
     spans = [(step.time_s, end) for step, end in zip(steps, ends, strict=True) if step.gpus == least]
     return max(spans, key=lambda span: span[1] - span[0])
 
@@ -79,7 +85,7 @@ def fall(result: PolicyResult, begin_s: float, end_s: float) -> float:
         time_s = sum(step.end_s - step.start_s for step in steps)
         return sum(step.rollout_tokens + step.trained_tokens for step in steps) / time_s if time_s else 0.0
 
-    before, within = rate(0.0, begin_s), rate(begin_s, end_s + 600.0)
+    before, within = rate(0.0, begin_s), rate(begin_s, end_s + SETTLE_S)
     return 100 * (1 - within / before) if before else 0.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from functools import lru_cache
 from random import Random
 from typing import Final, TypeVar, cast
 
@@ -20,7 +21,7 @@ from services.simulator.whatif.policies import Policy
 from services.simulator.whatif.result import PolicyResult
 from services.simulator.whatif.run import simulate
 from services.simulator.whatif.settings import Settings
-from services.simulator.whatif.trajectories import plan_of
+from services.simulator.whatif.trajectories import Episodes, Plan
 from services.timing.hardware import load as load_hardware
 
 WORKLOAD: Final = "swebench-mini"
@@ -203,14 +204,28 @@ def slower(table: selection.Table) -> dict[str, float]:
 
 
 def drawn(count: int, context: int, seed: int) -> list[Trajectory]:
-    """So many recorded trajectories, whole but for the context limit; the same seed gives the same ones, a larger batch more."""
-    workload = load_workload(WORKLOAD)
+    """So many recorded trajectories, whole but for the context limit, with the settings' share of rewritten histories.
+
+    The same seed gives the same ones, a larger batch more.
+    """
+    plans = _plans(context)
     draw = Random(f"paper/{seed}")
     found: list[Trajectory] = []
     for _ in range(count):
-        plan = plan_of(draw.choice(workload.trajectories), workload.delay_share, context)
-        found.append(tuple(Turn(turn.new, turn.reply, turn.env_s) for turn in plan.turns))
+        turns = draw.choice(plans).turns
+        before = (turns[0], *turns)
+        found.append(
+            tuple(
+                Turn(turn.new, turn.reply, turn.env_s, turn.rewritten > earlier.rewritten)
+                for earlier, turn in zip(before, turns, strict=False)
+            )
+        )
     return found
+
+
+@lru_cache(maxsize=8)
+def _plans(context: int) -> list[Plan]:
+    return Episodes(load_workload(WORKLOAD), context, Settings().prefix_reuse).plans
 
 
 def no_trace() -> Trace:

@@ -10,10 +10,12 @@ from services.simulator.whatif.paper.options import Options
 from services.simulator.whatif.paper.runs import LARGE, MODELS, SEGMENTS, SMALL, Runner
 from services.simulator.whatif.report.html import Row, num
 from services.simulator.whatif.report.summary import interval
-from services.simulator.whatif.result import PolicyResult
+from services.simulator.whatif.result import PolicyResult, Span
 from services.timing.hardware import load as load_hardware
 
 NAME: Final = "table3"
+SPOT, TRAINING = "s", "t"
+"""How simulated nodes' names begin, by zone."""
 PAPER: Final = {
     SMALL: {"preparation": 56.29, "finalization": 11.05, "activation": 6.26, "deactivation": 3.18},
     LARGE: {"preparation": 67.06, "finalization": 17.89, "activation": 6.09, "deactivation": 4.38},
@@ -28,21 +30,21 @@ def figure(run: Runner, options: Options) -> Figure:
     for hardware, model in MODELS.items():
         paper = PAPER[hardware]
         runs = [each for segment in SEGMENTS for each in done[hardware, segment, "pearl"]]
-        expansions = [seconds for each in runs for seconds in preparing(each)]
-        if expansions:
+        expansion = paper["preparation"] + paper["finalization"]
+        for text, zone, expected, note in (
+            (
+                "an expansion, from the arrival of its GPUs to serving",
+                SPOT,
+                expansion,
+                "preparation and finalization together",
+            ),
+            ("a borrow, from the release of its GPUs to serving", TRAINING, paper["activation"], "activation"),
+        ):
+            took = [seconds for each in runs for seconds in joining(each, zone)]
+            simulated = interval(took) if took else None
             claims.append(
-                claim(
-                    f"an expansion from the arrival of its GPUs to serving, {model}",
-                    "6.5.2",
-                    paper["preparation"] + paper["finalization"],
-                    "s",
-                    interval(expansions),
-                    0.15 * (paper["preparation"] + paper["finalization"]),
-                    "the paper's preparation and finalization together",
-                )
+                claim(f"{text}, {model}", "6.5.2", expected, "s", simulated, 0.15 * expected, f"the paper: {note}")
             )
-        else:
-            claims.append(claim(f"an expansion, {model}", "6.5.2", 0.0, "s", None, 0.0, "none happened"))
         hw = load_hardware(hardware)
         inputs = {
             "preparation": hw.prepare_s.value,
@@ -61,23 +63,29 @@ def figure(run: Runner, options: Options) -> Figure:
         setting="The runs of Figure 5. The single operations' times are taken over from the paper: they cannot agree or disagree.",
         claims=tuple(claims),
         differences=(
-            "The paper's means are of the operations alone. An expansion in a running cluster also waits for the plan before it and "
-            "for others of its group, all of which are admitted at once.",
+            "The paper's means are of the operations alone. What joins a running cluster also waits for the plan before it and "
+            "for others of its group, all of which are admitted at once; what had begun when a newer plan came is adopted by it.",
         ),
         sheets=(Sheet("Seconds", ("operation", "paper", "input of the simulation"), tuple(rows)),),
     )
 
 
-def preparing(result: PolicyResult) -> list[float]:
-    """Seconds of each GPU's preparation that ended in serving; those at the very beginning are the job's start."""
+def joining(result: PolicyResult, zone: str) -> list[float]:
+    """Seconds from each GPU's coming until it serves; those at the very beginning are the job's start, those that never served are left out."""
     found: list[float] = []
-    by_gpu: dict[str, list[tuple[float, float, str]]] = {}
+    by_gpu: dict[str, list[Span]] = {}
     for span in result.spans:
-        by_gpu.setdefault(span.gpu, []).append((span.start_s, span.end_s, span.use))
+        if span.gpu.startswith(zone):
+            by_gpu.setdefault(span.gpu, []).append(span)
     for spans in by_gpu.values():
-        spans.sort()
-        for index, (start_s, end_s, use) in enumerate(spans):
-            served = index + 1 < len(spans) and spans[index + 1][2] in ("prefill", "decode", "colocated")
-            if use == "preparing" and start_s > 0 and served:
-                found.append(end_s - start_s)
+        begun_s: float | None = None
+        for span in sorted(spans, key=lambda each: each.start_s):
+            if span.use == "preparing":
+                begun_s = span.start_s if begun_s is None else begun_s
+            elif span.use in ("prefill", "decode", "colocated"):
+                if begun_s:  # not at 0
+                    found.append(span.start_s - begun_s)
+                begun_s = None
+            elif span.use != "switching":
+                begun_s = None
     return found

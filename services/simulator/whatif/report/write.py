@@ -243,18 +243,20 @@ def models_table(summaries: Sequence[PolicySummary]) -> str:
 
 
 def inputs_table(result: Result) -> str:
-    """The settings; the first seed's."""
-    rows: list[list[Cell | str]] = [
-        ["trace", base_name(result.trace)],
-        ["workload", base_name(result.workload)],
-        ["hardware", base_name(result.hardware)],
-        ["hours", f"{result.hours:g}"],
+    """The settings with where their defaults come from; the first seed's."""
+    settings = result.settings
+    rows: list[html.Row] = [
+        ("trace", base_name(result.trace), ""),
+        ("workload", base_name(result.workload), ""),
+        ("hardware", base_name(result.hardware), "each constant with its source in the description"),
+        ("hours", f"{result.hours:g}", ""),
         *(
-            [name, f"{value:g}" if isinstance(value, float) else str(value)]
-            for name, value in sorted(result.settings.items())
+            (name, f"{value:g}" if isinstance(value, float) else str(value), str(settings.get(f"{name}.source", "")))
+            for name, value in settings.items()
+            if not name.endswith(".source")
         ),
     ]
-    return html.table(["setting", "value"], rows, texts=(0, 1))
+    return html.table(["setting", "value", "source of the default"], rows, texts=(0, 1, 2))
 
 
 def decision_tables(result: Result) -> list[str]:
