@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.bench import engine, processes, router, stream, table
+from services.bench import engine, gateway, processes, router, stream, table
 
 
 async def test_table_figures(tmp_path: Path) -> None:
@@ -32,3 +32,12 @@ async def test_engine_figures(tmp_path: Path) -> None:
 
 async def test_the_bare_turn_costs_something(tmp_path: Path) -> None:
     assert await processes.bare_turn_ms(tmp_path, 50) >= 0
+
+
+async def test_the_gateways_figures(tmp_path: Path) -> None:
+    found = {each.case: each for each in await gateway.measure(tmp_path, alone=2, requests=128, streams=64)}
+    assert found["direct connection, p50"].value > 0
+    gateways = [each for case, each in found.items() if case.startswith("gateway: ")]
+    assert [each.unit for each in gateways] == ["ms", "ms", "1/s", "us", "%"]
+    beside = any(case.startswith("sglang-router: ") for case in found)
+    assert all((each.reference is not None) == beside for each in gateways[:4])
