@@ -47,7 +47,7 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument("--node", help="node_agent: the node it is on")
     service.add_argument("--worker", help="rollout_worker, trainer: the worker slot")
     service.add_argument("--incarnation", type=int, help="rollout_worker, trainer: which process of the slot this is")
-    service.add_argument("--index", type=int, default=0, help="agent, emulated_fleet: which of several")
+    service.add_argument("--index", type=int, default=0, help="agent, router, emulated_fleet: which of several")
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")
     _where(status)
