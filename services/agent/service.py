@@ -10,18 +10,18 @@ progress reports well within its acknowledgement wait, and given back at once wh
 from __future__ import annotations
 
 import asyncio
-import math
 import secrets
 from typing import Final
 
 from messages.agent import RolloutTask
-from messages.envelope import UndecodableMessage, brief, encode
-from messages.subjects import TOKEN, decode_on, stream_of, subject_of
+from messages.envelope import UndecodableMessage, encode
+from messages.subjects import decode_on, stream_of, subject_of
 from pearl_state.watch import Replica
 from services.agent.config import PROGRESS_SHARE, Config
 from services.agent.episode import Episode, SupersededError
 from services.connect import connect
 from services.edge.request import RequestEdge
+from services.edge.tasks import problem_of_task
 from services.environments.loading import environment_factory, load_tokenizer
 from services.jobfile import JobFile
 from services.replica import replica_of
@@ -102,7 +102,7 @@ class Agent:
         except UndecodableMessage as error:
             await self._refuse(consumer, delivery, error.reason)
             return
-        problem = problem_of(task, self.config)
+        problem = problem_of_task(task, self.config.newest_version)
         if problem:
             await self._refuse(consumer, delivery, problem)
             return
@@ -168,19 +168,6 @@ class Agent:
             await consumer.term(delivery)
         except BusError as error:
             log.warning(str(error), action="dead_letter_lost")
-
-
-def problem_of(task: RolloutTask, config: Config) -> str:
-    """What makes a readable task senseless, or ""."""
-    if not TOKEN.fullmatch(task.trajectory) or not TOKEN.fullmatch(task.group):
-        return f"trajectory {brief(task.trajectory, 64)!r} or group {brief(task.group, 64)!r} is no name"
-    if not 0 <= task.batch <= config.newest_version or task.retry < 0:
-        return f"batch {task.batch}, retry {task.retry}: the job has batches 0 to {config.newest_version - 1}"
-    if not 0 <= task.min_version <= task.batch:
-        return f"min_version {task.min_version} of batch {task.batch}: no such version can serve it"
-    if not (math.isfinite(task.temperature) and task.temperature >= 0):
-        return f"temperature {task.temperature} is not a finite number from 0"
-    return ""
 
 
 async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:

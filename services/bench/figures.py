@@ -45,14 +45,18 @@ def figure(
     *,
     below: float | None = None,
     ratio_from: float | None = None,
+    ratio_to: float | None = None,
 ) -> Figure:
-    """A figure with at most one target: the value stays below `below`, or the ratio reaches `ratio_from`."""
+    """A figure with at most one target: the value stays below `below`, the ratio reaches `ratio_from`, or is at most `ratio_to`."""
     target, met = "", None
     if below is not None:
         target, met = f"< {below:g} {unit}", value < below
     elif ratio_from is not None:
         target = f">= {ratio_from:g} x"
         met = value >= ratio_from * reference if reference else None
+    elif ratio_to is not None:
+        target = f"<= {ratio_to:g} x"
+        met = value <= ratio_to * reference if reference else None
     return Figure(
         benchmark=benchmark,
         case=case,

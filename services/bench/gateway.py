@@ -72,6 +72,10 @@ STREAMED: Final = 128
 CONCURRENT: Final = 32
 STREAMS: Final = 16
 READY_S: Final = 90.0
+MOST_ADDED: Final = 1.5
+LEAST_THROUGHPUT: Final = 0.5
+ROUTER: Final = "sglang-router"
+GATEWAY: Final = "gateway"
 ROUTER_VARIABLE: Final = "PEARL_SGLANG_ROUTER_PYTHON"
 NO_ROUTER: Final = "sglang-router 0.3.2 is not installed"
 
@@ -135,36 +139,45 @@ async def measure(folder: Path, *, alone: int = 400, requests: int = 6400, strea
         seconds = await _latencies(ways, alone)
         direct, *others = ways
         figures: list[Figure] = []
-        router = next((way for way in others if way.name == "sglang-router"), None)
-        for share, label in ((0.5, "p50"), (0.99, "p99")):
+        for share, label, most in ((0.5, "p50", MOST_ADDED), (0.99, "p99", None)):
             base = percentile(seconds[direct.name], share) * 1e3
             figures.append(figure("gateway", f"direct connection, {label}", base, "ms"))
             added = {way.name: percentile(seconds[way.name], share) * 1e3 - base for way in others}
-            for way in others:
-                reference = added[router.name] if router is not None and way is not router else None
-                figures.append(
-                    figure(
-                        "gateway", f"added by {way.name}, {label}", added[way.name], "ms", reference, "sglang-router"
-                    )
-                )
+            figures += _beside(f"{label} added", "ms", added, ratio_to=most)
         rates = await _used(ways, requests, CONCURRENT, REPLY, stream=False)
         costs = await _used(ways, streams, STREAMS, STREAMED, stream=True)
         whole = {way.name: requests / (sum(rates[way.name]) or 1e-3) for way in others}
         token = {way.name: sum(costs[way.name]) / (streams * STREAMED) * 1e6 for way in others}
-        for case, unit, found in (
-            (f"requests/s a core, {REPLY} tokens, {CONCURRENT} at once", "1/s", whole),
-            (f"CPU a streamed token, {STREAMS} at once", "us", token),
-        ):
-            for way in others:
-                reference = found[router.name] if router is not None and way is not router else None
-                figures.append(
-                    figure("gateway", f"{way.name}: {case}", found[way.name], unit, reference, "sglang-router")
-                )
-        share = rates[others[-1].name][-1] / (sum(rates[others[-1].name]) or 1e-3) * 100
+        figures += _beside(
+            f"requests/s a core, {REPLY} tokens, {CONCURRENT} at once", "1/s", whole, ratio_from=LEAST_THROUGHPUT
+        )
+        figures += _beside(f"CPU a streamed token, {STREAMS} at once", "us", token)
+        share = rates[GATEWAY][-1] / (sum(rates[GATEWAY]) or 1e-3) * 100
         figures.append(figure("gateway", "gateway: the NATS server's share of a request's CPU", share, "%"))
         if missing:
             print(f"{missing}: no figures beside it; see docs/gateway.md", file=sys.stderr)
     return figures
+
+
+def _beside(
+    case: str, unit: str, found: dict[str, float], *, ratio_to: float | None = None, ratio_from: float | None = None
+) -> list[Figure]:
+    """The gateway's figure beside sglang-router's, if there is one."""
+    router = found.get(ROUTER)
+    figures = [] if router is None else [figure("gateway", f"{ROUTER}: {case}", router, unit)]
+    return [
+        *figures,
+        figure(
+            "gateway",
+            f"gateway: {case}",
+            found[GATEWAY],
+            unit,
+            router,
+            ROUTER,
+            ratio_to=ratio_to,
+            ratio_from=ratio_from,
+        ),
+    ]
 
 
 async def _latencies(ways: Sequence[Way], count: int) -> dict[str, list[float]]:
@@ -235,7 +248,7 @@ async def ways_in(folder: Path) -> AsyncGenerator[tuple[list[Way], str]]:
         other, missing = await _sglang_router(stack, peer_port)
         if other is not None:
             ways.append(other)
-        ways.append(Way("gateway", int(str(url).rpartition(":")[2]), (psutil.Process(router.pid), nats)))
+        ways.append(Way(GATEWAY, int(str(url).rpartition(":")[2]), (psutil.Process(router.pid), nats)))
         await _until_serving(ways[-1])
         yield ways, missing
 
@@ -280,7 +293,7 @@ async def _sglang_router(stack: contextlib.AsyncExitStack, worker_port: int) -> 
         *("--prometheus-port", str(metrics)),
         python=python,
     )
-    way = Way("sglang-router", port, (psutil.Process(process.pid),))
+    way = Way(ROUTER, port, (psutil.Process(process.pid),))
     try:
         await _until_serving(way)
     except TimeoutError:

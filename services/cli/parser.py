@@ -48,7 +48,10 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument("--worker", help="rollout_worker, trainer: the worker slot")
     service.add_argument("--incarnation", type=int, help="rollout_worker, trainer: which process of the slot this is")
     service.add_argument(
-        "--index", type=int, default=0, help="agent, emulated_fleet, nats_server of nats.cluster: which of several"
+        "--index",
+        type=int,
+        default=0,
+        help="agent, router, emulated_fleet, nats_server of nats.cluster: which of several",
     )
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.bench import engine, processes, router, scale, stream, table
+from services.bench import engine, gateway, processes, router, scale, stream, table
 
 
 async def test_table_figures(tmp_path: Path) -> None:
@@ -42,3 +42,12 @@ async def test_scale_counts_plans_and_heartbeats(tmp_path: Path) -> None:
     assert {"orchestrator", "router", "nats-server", "emulated_fleet"} <= run.memory.keys() == run.cpu_s.keys()
     assert all(len(samples) == len(run.at_s) for samples in run.memory.values())
     assert said
+
+
+async def test_the_gateways_figures(tmp_path: Path) -> None:
+    found = {each.case: each for each in await gateway.measure(tmp_path, alone=2, requests=128, streams=64)}
+    assert found["direct connection, p50"].value > 0
+    gateways = [each for case, each in found.items() if case.startswith("gateway: ")]
+    assert [each.unit for each in gateways] == ["ms", "ms", "1/s", "us", "%"]
+    beside = any(case.startswith("sglang-router: ") for case in found)
+    assert all((each.reference is not None) == beside for each in gateways[:4])

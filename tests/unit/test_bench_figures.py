@@ -93,3 +93,10 @@ def test_the_command_prints_one_json_object(tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "file").touch()
     assert main(["bench", "plan", "--report", str(tmp_path / "file")]) == 2
     assert "--report" in capsys.readouterr().err
+
+
+def test_a_ratio_has_a_most() -> None:
+    within = figure("b", "c", 1.4, "ms", 1.0, "r", ratio_to=1.5)
+    assert (within.target, within.met) == ("<= 1.5 x", True)
+    assert figure("b", "c", 1.6, "ms", 1.0, "r", ratio_to=1.5).met is False
+    assert figure("b", "c", 1.6, "ms", None, "r", ratio_to=1.5).met is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 
@@ -322,6 +323,26 @@ async def test_a_large_body_is_refused_while_it_comes() -> None:
 
         async with world.http.post("/v1/chat/completions", data=pieces()) as response:
             assert response.status == 413
+
+
+async def test_a_client_that_takes_nothing_of_its_stream_is_dropped() -> None:
+    """Its reply is larger than what sockets hold."""
+    sampling = b'{"max_new_tokens": 1900, "n": 128}'
+    body = b'{"input_ids": [72], "sampling_params": ' + sampling + b', "return_logprob": true, "stream": true}'
+    head = HEAD.replace(b"/v1/chat/completions", b"/generate") + b"Content-Length: %d\r\n\r\n" % len(body)
+    async with World(lambda message: [97] * 1900, send_s=0.2) as world:
+        small = socket.socket()
+        small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        small.connect(("127.0.0.1", world.gateway.port))
+        _, writer = await asyncio.open_connection(sock=small, limit=1024)
+        writer.write(head + body)
+        async with asyncio.timeout(30):
+            while not world.gateway.metrics.cancelled:  # noqa: ASYNC110 - the gateway has no event for it
+                await asyncio.sleep(0.02)
+        assert world.gateway.generation.in_flight == 0
+        writer.close()
+        world.fleet.answer = hello
+        await world.post("/v1/chat/completions", chat("Hi"))
 
 
 async def test_metrics_count() -> None:

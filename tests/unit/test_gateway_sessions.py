@@ -235,6 +235,23 @@ async def test_a_task_whose_turns_were_half_written_is_ended_and_not_continued()
         assert end.status == "failed" and "replayed" in end.reason
 
 
+@pytest.mark.parametrize(
+    "change",
+    [{"trajectory": "a.>"}, {"group": "b c"}, {"batch": 99}, {"min_version": 4}, {"temperature": -1.0}, {"retry": -1}],
+)
+async def test_tasks_that_make_no_sense_are_refused(change: dict[str, Any]) -> None:
+    async with World(by_seed) as world:
+        body = {"task": msgspec.to_builtins(task_of(**change))}
+        answer = await world.post("/v1/sessions", body, status=400)
+        assert answer["error"]["param"] == "task" and not len(world.gateway.trajectories.book)
+        if "." not in change.get("trajectory", "") and " " not in change.get("group", ""):
+            await world.give(task_of("bad", **change))
+            await world.give(task_of("good"))
+            session, _ = await opened(world)
+            assert session["trajectory"] == "good"
+            assert await world.bus.last("demo_DEAD", "pearl.demo.dead.gateway") is not None
+
+
 async def test_a_session_without_a_task_is_recorded_and_trains_nothing() -> None:
     async with World(by_seed) as world:
         session, header = await opened(world, train=False)

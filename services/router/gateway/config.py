@@ -32,6 +32,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     silence_ms: int
     ack_wait_s: float
     max_ack_pending: int
+    newest_version: int  # the policy after the last train step
 
     @staticmethod
     def of(job: JobFile, index: int = 0) -> Config:
@@ -57,6 +58,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             silence_ms=job.agent.silence_ms,
             ack_wait_s=job.agent.task_ack_wait_ms / 1000,
             max_ack_pending=max(1000, job.agent.processes * job.agent.concurrency),
+            newest_version=job.pipeline.train_steps,
         )
 
 

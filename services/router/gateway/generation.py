@@ -37,6 +37,8 @@ from services.router.gateway.text import TextStream
 from services.router.gateway.vocabulary import Vocabulary
 
 RETRY_AFTER_S: Final = 1
+PLAIN: Final = "http-"
+"""Ids of requests outside of any session begin with it."""
 SEED_BITS: Final = 53
 
 
@@ -122,6 +124,8 @@ class Generation:
     def admit(self, replies: int) -> None:
         """Raises ApiError where that many more would be too many."""
         most = self._config.max_requests
+        if replies > most:
+            raise ApiError(400, f"{replies} replies are more than gateway.max_requests = {most}", code="invalid_value")
         if self.in_flight + replies > most:
             raise ApiError(
                 429,
@@ -226,8 +230,8 @@ class Generation:
         return reply
 
     def abort(self, request: str) -> int:
-        """End one request, or all with "", with what it has; returns how many."""
-        wanted = [request] if request else sorted(self._running)
+        """End one request, or with "" all but sessions' turns, with what it has; returns how many."""
+        wanted = [request] if request else sorted(each for each in self._running if each.startswith(PLAIN))
         return sum(self._edge.abort(each) for each in wanted)
 
     async def count_interruption(self, interruption: Interruption) -> None:

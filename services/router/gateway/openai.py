@@ -14,7 +14,7 @@ from aiohttp import web
 from services.router.gateway import api, tool_calls
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import SEED_BITS, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import PLAIN, SEED_BITS, Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import (
     Replies,
     affinity_of,
@@ -287,7 +287,7 @@ class OpenAI:
         prompt, sampling = job.prompts[choice.index], job.samplings[choice.index]
         session, asked = job.session, job.asked
         if session is None or asked is None:
-            request = f"http-{job.id}/{choice.index}"
+            request = f"{PLAIN}{job.id}/{choice.index}"
             await self._replies.plain(choice, prompt, sampling, request=request, affinity=job.affinity)
             return
 

@@ -17,7 +17,7 @@ from aiohttp import web
 from services.router.gateway import api
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import SEED_BITS, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import PLAIN, SEED_BITS, Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import Replies, affinity_of, all_of, metadata_of, stops_of, versions_of
 from services.router.gateway.server import DONE, Call, EventStream, answer, event
 from services.router.gateway.sessions import NO_PARENT, Asked, Session, turn_seed
@@ -84,7 +84,7 @@ class SGLang:
         if body.abort_all:
             return answer({"aborted": self._generation.abort("")})
         return answer(
-            {"aborted": sum(self._generation.abort(f"http-{body.rid}/{index}") for index in range(api.MOST_CHOICES))}
+            {"aborted": sum(self._generation.abort(f"{PLAIN}{body.rid}/{index}") for index in range(api.MOST_CHOICES))}
         )
 
     async def model_info(self, call: Call) -> web.StreamResponse:
@@ -168,7 +168,7 @@ class SGLang:
             await self._replies.turn(choice, run.prompt, sampling, run.session, run.asked)
             return
         each = msgspec.structs.replace(sampling, seed=seed_of(sampling.seed, choice.index))
-        request = f"http-{run.rid}/{choice.index}"
+        request = f"{PLAIN}{run.rid}/{choice.index}"
         await self._replies.plain(choice, run.prompt, each, request=request, affinity=run.affinity)
 
     async def _stream(self, call: Call, run: _Run, sampling: Sampling, count: int) -> web.StreamResponse:

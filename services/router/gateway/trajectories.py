@@ -24,6 +24,7 @@ from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.runtime_tracker import RequestFinished
 from messages.subjects import decode_on, message_id, stream_of, subject_of
 from services.edge.request import Interruption, Reply
+from services.edge.tasks import problem_of_task
 from services.router.gateway.config import Config, digest_of
 from services.router.gateway.errors import ApiError
 from services.router.gateway.sessions import KEY_PREFIX, Result, Session, SessionBook, Turn, end_of
@@ -63,6 +64,9 @@ class Trajectories:
         """A new session. Raises ApiError."""
         self.book.check_room()
         if task is not None:
+            problem = problem_of_task(task, self._config.newest_version)
+            if problem:
+                raise ApiError(400, f"task: {problem}", code="invalid_value", param="task")
             return self._begin(task, await self._resume(task))
         if not train:
             return self._begin(None, 0)
@@ -91,6 +95,10 @@ class Trajectories:
                     task = decode_on(self._config.job, delivery.subject, delivery.data, RolloutTask)
                 except UndecodableMessage as error:
                     await self._refuse(consumer, delivery, error.reason)
+                    continue
+                problem = problem_of_task(task, self._config.newest_version)
+                if problem:
+                    await self._refuse(consumer, delivery, problem)
                     continue
                 known = self.book.of_task(task.trajectory, task.retry)
                 if known is not None:  # delivered again although it is held here: a progress report came too late
