@@ -109,10 +109,8 @@ async def measure(
         await engine.set_role(role)
     clients = job.pipeline.batch_trajectories
     bench = _Bench(job, engines[:prefill], engines[prefill:], ModelConfig.load(model).vocab_size)
-    began = time.monotonic()
     try:
         await asyncio.gather(*(bench.client(index, prompt, turns) for index in range(clients)))
-        makespan_s = time.monotonic() - began
     finally:
         for engine in engines:
             await engine.stop()
@@ -127,7 +125,6 @@ async def measure(
         "colocated": colocated,
         "clients": clients,
         "turn_s": round(took_s, 4),
-        "makespan_s": round(makespan_s, 4),  # of all turns, the first ones too
         "predicted_s": round(predicted_s, 4),
         "ratio": round(took_s / predicted_s, 4),
         "tokens_per_s": round(clients * job.pipeline.max_new_tokens / took_s, 1),

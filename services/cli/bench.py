@@ -233,12 +233,12 @@ def _calibrate(arguments: argparse.Namespace) -> int:
         return 0
     print(f"{out}: {hardware.text}")
     if checked:
-        table = Table(title="makespans of the same clients, run and simulated", title_justify="left")
-        for column in ("workers", "run s", "simulated s", "error"):
+        table = Table(title="seconds a turn, run and simulated", title_justify="left")
+        for column in ("workers", "run", "simulated", "error"):
             table.add_column(column, justify="right")
         for each in checked:
             name = f"{each['colocated']}C" if each["colocated"] else f"{each['prefill']}P{each['decode']}D"
-            numbers = (f"{each['makespan_s']:.2f}", f"{each['simulated_s']:.2f}", f"{each['error']:+.1%}")
+            numbers = (f"{each['turn_s']:.3f}", f"{each['simulated_s']:.3f}", f"{each['error']:+.1%}")
             table.add_row(name, *numbers)
         Console().print(table)
     return 0

@@ -1,0 +1,50 @@
+"""Calibration's arithmetic: curves never fall, and the same clients take what the description says."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+
+from services.bench.calibrate import _curve, predict  # pyright: ignore[reportPrivateUsage]
+from services.jobfile import JobFile, PipelineSection, RolloutSection
+from services.timing import hardware as descriptions
+from services.timing.hardware import Curve, Value
+
+NONE = Value(0.0, "test")
+HARDWARE = msgspec.structs.replace(
+    descriptions.load("h800-qwen3-8b"),
+    linear=Curve((1.0, 100.0), (0.4, 0.4), "test"),
+    head=Curve((1.0,), (1e-12,), "test"),
+    host_s=NONE,
+    attention_floor_s=NONE,
+    attention_fixed_s=NONE,
+    attention_s_per_token=NONE,
+    prefill_attention_s_per_pair=NONE,
+    transfer_fixed_s=NONE,
+    prefill=Curve((10.0, 1000.0), (0.01, 1.0), "test"),
+)
+JOB = JobFile(
+    rollout=RolloutSection(max_running=64, prefill_chunk_tokens=1024),
+    pipeline=PipelineSection(batch_trajectories=16, group_size=16, max_new_tokens=2, early_start=True),
+)
+
+
+def turn_s(prefill: int, decode: int, colocated: int) -> float:
+    return predict(JOB, HARDWARE, prefill=prefill, decode=decode, colocated=colocated, prompt=10, turns=3)
+
+
+def test_colocated_clients_in_step_wait_for_their_prefill_and_one_decode() -> None:
+    assert turn_s(0, 0, 2) == pytest.approx(8 * 10 * 1e-3 + 0.4, rel=1e-3)
+    assert turn_s(0, 0, 4) == pytest.approx(4 * 10 * 1e-3 + 0.4, rel=1e-3)
+
+
+def test_disaggregated_ones_are_prefilled_elsewhere() -> None:
+    few, many = turn_s(1, 1, 0), turn_s(4, 1, 0)
+    assert many <= few
+    assert many >= 0.4, "no turn is shorter than its decode iteration"
+
+
+def test_a_curve_of_noisy_measurements_never_falls() -> None:
+    curve = _curve((1, 2, 4), (0.3, 0.2, 0.5), "test")
+    assert curve.seconds == (0.3, 0.3, 0.5)
+    assert curve.at(3) == pytest.approx(0.4)
