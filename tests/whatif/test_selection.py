@@ -15,7 +15,6 @@ from services.simulator.whatif import gate, selection, table2
 from services.simulator.whatif.judge import Change, Judge, Noise, Site, Turn, Workers
 from services.timing.hardware import load
 
-
 SEEDS = (7, 9, 25, 37, 39, 57, 58, 74)
 
 
