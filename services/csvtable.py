@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from messages.envelope import brief
 from services.jobfile import ConfigError
 
 MOST_ROWS: Final = 1_000_000
@@ -26,14 +27,16 @@ _NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
 
 def read(path: Path, built_in: tuple[str, ...], error: type[ConfigError]) -> str:
     """The text of a file, for `records`. Raises `error`, which says what else could have been given."""
+    where = brief(str(path), 200)
     try:
         if path.stat().st_size > MOST_BYTES:
-            raise error(f"{path}: larger than {MOST_BYTES >> 20} MiB, which no such file is")
+            raise error(f"{where}: larger than {MOST_BYTES >> 20} MiB, which no such file is")
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as problem:
-        raise error(f"{path}: not UTF-8 text at byte {problem.start}: save it as UTF-8") from problem
+        raise error(f"{where}: not UTF-8 text at byte {problem.start}: save it as UTF-8") from problem
     except (OSError, ValueError) as problem:
-        raise error(f"{path}: cannot be read ({problem}); give a CSV file or one of {', '.join(built_in)}") from problem
+        reason = getattr(problem, "strerror", None) or problem
+        raise error(f"{where}: cannot be read ({reason}); give a CSV file or one of {', '.join(built_in)}") from problem
 
 
 def records(text: str, name: str, error: type[ConfigError], most: int = MOST_ROWS) -> Iterator[tuple[int, list[str]]]:

@@ -107,7 +107,6 @@ SENDS: Final[dict[str, tuple[type[Message], ...]]] = {
         rollout_worker.CancelRequest,
         router.AssignRequest,
         runtime_tracker.RequestFinished,
-        orchestrator.TableAhead,
     ),
     "rollout_worker": (
         orchestrator.WorkerReady,

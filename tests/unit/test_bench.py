@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services import jobfile
@@ -31,7 +32,8 @@ def test_runs_differ_in_the_policy_only(tmp_path: Path) -> None:
         path = new_run(tmp_path / str(index), seed=7, changes={"policy": f'"{policy}"', "train_steps": "100000"})
         jobs.append(jobfile.load(path))
     assert [job.decision.policy for job in jobs] == list(DEFAULT)
-    assert len({(job.feed, job.rollout, job.job.seed, job.pipeline, job.nodes) for job in jobs}) == 1
+    same = {msgspec.json.encode((job.feed, job.rollout, job.job.seed, job.pipeline, job.nodes)) for job in jobs}
+    assert len(same) == 1
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ async def running(bus: Bus, holder: str = "one", clock: Callable[[], int] | None
         yield orchestrator
     finally:
         stop.set()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await task
 
 
@@ -77,7 +77,7 @@ async def stored(bus: Bus) -> RoleTable | None:
 
 async def until(bus: Bus, condition: Callable[[RoleTable], bool]) -> RoleTable:
     """The stored table, as soon as it is as wanted."""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while True:
             table = await stored(bus)
             if table is not None and condition(table):
@@ -179,7 +179,7 @@ async def test_standby_takes_over_and_the_old_one_is_deposed(bus: Bus):
         # Deposed, it forgets what it held, stands by, takes over again: version 7 was not lost on the way to 8.
         final = await until(bus, lambda t: t.policy_version == 8)
         assert final.epoch == other.epoch + 1
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while one.table != final:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
 
@@ -189,7 +189,7 @@ async def test_senseless_and_unreadable_messages_become_dead_letters(bus: Bus):
         await say(bus, target(usable=["x0-w0"], colocated=1))
         await bus.publish_durable(f"pearl.{JOB}.ev.worker_ready.x", b"{not json", msg_id="bad")
         letters: list[DeadLetter] = []
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while len(letters) < 2:
                 await asyncio.sleep(0.005)
                 letters = [decode(d.data, DeadLetter) async for d in bus.read(f"{JOB}_DEAD", f"pearl.{JOB}.dead.*")]
