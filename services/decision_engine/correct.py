@@ -33,11 +33,11 @@ FORGET: Final = 0.05
 """Variance, in units of NOISE squared times this, that each newer measurement adds to older ones: the workload drifts."""
 
 
-REPLAY_NOISE: Final = 0.012
+REPLAY_NOISE: Final = 0.02
 """Of one replay: which trajectories happen to meet on a worker."""
-REPLAY_MISSED: Final = 0.02
+REPLAY_MISSED: Final = 0.015
 """By how much the queueing network's curve over the ratios is bent, beyond a common factor."""
-REPLAY_REACH: Final = 0.5
+REPLAY_REACH: Final = 0.7
 """Difference of log(P/D) over which that is alike."""
 
 

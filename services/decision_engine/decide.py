@@ -137,7 +137,10 @@ def _gated(q: Question) -> Answer:
         delay_s = 0.0 if held else max(0.0, q.toggle_s - q.return_s)
         alone, together = counts_of(dedicated.chosen), counts_of(full.chosen)
         saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
-        pays = saved > q.return_s
+        least_s = (
+            0.0 if held else q.stakes.margin * dedicated.chosen.makespan_s
+        )  # two replays differ by so much by chance
+        pays = saved > q.return_s + least_s
         cost = f"returning costs {q.return_s:.2f} s" + ("" if held else f", activating {delay_s:.2f} s")
     why = f"{remaining}/{q.profile.B} left: saves {saved:.2f} s, {cost}"
     return settled(full if pays else dedicated, pays, why, full)

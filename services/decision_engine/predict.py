@@ -29,6 +29,10 @@ GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
 MOST_MERGED: Final = 4
 """Turns that one replayed turn may stand for."""
+MOST_DRAWS: Final = 4
+"""Batches that one configuration is replayed with at most."""
+LEARNING: Final = 4
+"""So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
@@ -141,8 +145,9 @@ def _model(key: _Key) -> _Model:
     size = max(1, key.batch // shrink)
     parts = min(MOST_MERGED, round(size * mean_turns / each)) if size * mean_turns > each else 1
     replayed = tuple(merged(turns, parts) for turns in sample)
-    most = max(1, min(int(each / (size * mean_turns)), -(-len(sample) // size)))
-    draws = tuple(tuple(replayed[(draw * size + index) % len(sample)] for index in range(size)) for draw in range(most))
+    # As many different batches as may be replayed; where the sample makes no other, the same one in another order.
+    most = max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
+    draws = tuple(_batch(replayed, size, draw) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
         kv_s=key.sequence_s / decode_context(sample),
@@ -156,6 +161,13 @@ def _model(key: _Key) -> _Model:
     )
     machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+
+
+def _batch(sample: Sequence[Turns], size: int, draw: int) -> tuple[Turns, ...]:
+    """The `draw`-th batch of a sample: the next `size` trajectories, every second round in the opposite order."""
+    first = draw * size
+    batch = tuple(sample[(first + index) % len(sample)] for index in range(size))
+    return batch[::-1] if (first // len(sample)) % 2 else batch
 
 
 def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) -> float:
@@ -192,8 +204,9 @@ def _replayed_s(key: _Key, prefill: int, decode: int, colocated: int) -> float:
     """Mean makespan over the model's batches."""
     model = _model(key)
     prefill, decode, colocated = _shrunk(prefill, decode, colocated, model.shrink)
-    total = sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in model.draws)
-    return total / len(model.draws)
+    # Ratios share their luck among neighbours (`smoothed`); colocation has none: it is replayed in the other order, too.
+    draws = [*model.draws, *(draw[::-1] for draw in model.draws if colocated)]
+    return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
 
 
 def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> Counts:
@@ -342,8 +355,10 @@ def best(options: Sequence[Candidate]) -> Candidate | None:
 
 
 def predicted_s(profile: WorkloadProfile, counts: Counts, evidence: Evidence) -> float:
-    """One configuration's uncorrected prediction, replayed."""
-    return _replayed_s(_key(profile, evidence, sum(counts)), *counts)
+    """One configuration's uncorrected prediction, replayed with more care than a choice can afford."""
+    limits = msgspec.structs.replace(evidence.limits, replay_turns=LEARNING * evidence.limits.replay_turns)
+    careful = msgspec.structs.replace(evidence, limits=limits)
+    return _replayed_s(_key(profile, careful, sum(counts)), *counts)
 
 
 def probe(options: Sequence[Candidate], observed: Sequence[Observed], most_cost: float) -> Candidate | None:

@@ -16,19 +16,21 @@ from services.simulator.whatif.judge import Change, Judge, Noise, Site, Turn, Wo
 from services.timing.hardware import load
 
 
+SEEDS = (7, 9, 25, 37, 39, 57, 58, 74)
+
+
 @pytest.fixture(scope="module")
 def outcomes() -> list[selection.Outcome]:
-    """The first settings with few workers: they are the cheapest to measure."""
-    small = [seed for seed in range(60) if selection.random_setting(seed).workers <= 6]
-    return selection.run(small[:10])
+    """A few of the settings with few workers: some where colocation is best by far, some where it is not."""
+    return selection.run(SEEDS)
 
 
 def test_the_planner_chooses_nearly_as_well_as_measuring_everything(outcomes: list[selection.Outcome]) -> None:
     regret = selection.report(outcomes)["all"]
     assert regret["planner"]["mean_percent"] <= 1.0
-    assert regret["planner"]["max_percent"] <= 5.0
-    assert regret["planner"]["mean_percent"] < regret["eq. 1-3"]["mean_percent"]
-    assert regret["planner"]["mean_percent"] < regret["static PD 2:3"]["mean_percent"]
+    assert regret["planner"]["max_percent"] <= 4.0
+    for other in ("eq. 1-3", "always colocated", "static PD 2:3"):
+        assert regret["planner"]["mean_percent"] < regret[other]["mean_percent"], other
 
 
 def test_every_regret_is_of_a_measured_configuration(outcomes: list[selection.Outcome]) -> None:
@@ -48,8 +50,8 @@ def test_the_gate_agrees_with_hindsight() -> None:
 
 @pytest.mark.parametrize("point", [table2.POINTS[0], table2.POINTS[4]], ids=["10 GPUs", "16 GPUs"])
 def test_ratios_of_table_2_are_within_a_hundredth_of_the_best(point: table2.Point) -> None:
-    """Paper 6.5.1, with trajectories cut short; all six points in full: `pearl simulate table2`."""
-    row = table2.row(point, most_turns=20, draws=2)
+    """Paper 6.5.1; all six points: `pearl simulate table2`."""
+    row = table2.row(point)
     assert row.regret <= 0.01, row
     assert row.selected in row.measured_s
 

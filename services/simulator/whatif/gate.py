@@ -17,6 +17,7 @@ import msgspec
 
 from messages.monitor import Observed
 from services.decision_engine import makespan, predict
+from services.decision_engine.stakes import MARGIN
 from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Change, Judge, Measured, Workers
 from services.simulator.whatif.selection import Setting, counts_of
@@ -118,6 +119,7 @@ def judge_window(window: Window, seed: int) -> Verdict:
     extra = counts_of(window.borrowed)
     together = (alone[0] + extra[0], alone[1] + extra[1], alone[2] + extra[2])
     saved_s = predict.saved_s(profile, alone, together, window.remaining, activate_s, evidence)
+    chance_s = MARGIN * predict.predicted_s(profile, alone, evidence)
     alone_s, together_s = (
         makespan.colocated_makespan_s(profile, counts[2])
         if counts[2]
@@ -132,7 +134,7 @@ def judge_window(window: Window, seed: int) -> Verdict:
     return Verdict(
         alone_s=without_s,
         borrowed_s=with_s,
-        borrows={"planner": saved_s > return_s, "eq. 7": by_eq7, "always": True, "never": False},
+        borrows={"planner": saved_s > return_s + chance_s, "eq. 7": by_eq7, "always": True, "never": False},
     )
 
 

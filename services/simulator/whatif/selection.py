@@ -16,9 +16,11 @@ from typing import Any, Final
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from messages.monitor import Candidate, Observed
+from messages.ids import Mode
+from messages.monitor import Observed
 from services.decision_engine import makespan, predict
-from services.decision_engine.choose import scaled
+from services.decision_engine.choose import Policy, Replays, Running, choose, scaled
+from services.decision_engine.stakes import Stakes
 from services.environments.workload import Workload
 from services.environments.workload import load as load_workload
 from services.simulator.whatif.judge import Judge, Measured, Noise, Site, Trajectory, Turn, Workers
@@ -278,19 +280,24 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     last: tuple[Workers, Measured] | None = None
     first: Measured | None = None  # the last colocated batch
     limits = predict.Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
-    options: tuple[Candidate, ...] = ()
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
             profile = profile_of(setting, batches, last, errors, first)
             evidence = predict.Evidence(
                 sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(last[0])
             )
-            options = predict.candidates(profile, setting.workers, evidence, judged=[counts_of(running)])
-            best = predict.best(options)
-            assert best is not None
-            running = Workers(best.prefill, best.decode, best.colocated)
+            # As the decision engine weighs it, but for what a change costs: the incumbent stays unless another wins a margin.
+            by = Replays(profile, Policy(), evidence, Stakes(role_s=0.0))
+            now = Running(
+                mode=Mode.COLOCATED if running.colocated else Mode.DISAGGREGATED,
+                prefill=running.prefill,
+                decode=running.decode,
+                colocated=running.colocated,
+            )
+            choice = choose(profile, setting.workers, now, Policy(), by)
+            running = Workers(choice.chosen.prefill, choice.chosen.decode, choice.chosen.colocated)
             if not probed and step < OBSERVED_STEPS:
-                probe = predict.probe(options, observed, LEAST_PROBE_COST)
+                probe = predict.probe(choice.candidates, observed, LEAST_PROBE_COST)
                 if probe is not None:
                     probed = True
                     running = Workers(probe.prefill, probe.decode, probe.colocated)
