@@ -21,9 +21,9 @@ Counts = tuple[int, int, int]
 
 SHARED: Final = 0.15
 """Standard deviations of the parts, as shares of a makespan. Constants are often wrong by 10 %, which all share in part."""
-MODE: Final = 0.03
-RATIO: Final = 0.03
-NOISE: Final = 0.02
+MODE: Final = 0.02
+RATIO: Final = 0.02
+NOISE: Final = 0.035
 """Of one batch: other trajectories, stragglers, placement."""
 RATIO_REACH: Final = 0.7
 """Difference of log(P/D) over which ratios stop being alike."""

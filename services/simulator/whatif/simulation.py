@@ -187,7 +187,8 @@ class Simulation:
                 worker.engine.advance(self.now_s)
                 self.rollout.take(worker)
                 self.due(worker)
-            if self._queue:
+            # What happens at one moment reaches the cores together: one epoch for a group of workers, not one each.
+            if self._queue and not (heap and heap[0][0] <= self.now_s):
                 self._settle()
                 if until is not None and until():
                     return
