@@ -1,6 +1,8 @@
 """Promises about decisions (DESIGN 5, 11.9): each follows from its record alone, and is what was asked of the orchestrator.
 
-The formulas are written anew from the paper's section 4.2 and 4.3 and eq. 7, in the names of `workload.profile/1`.
+Where the closed forms decided, they are written anew here from the paper's section 4.2 and 4.3 and eq. 7, in the names of
+`workload.profile/1`, and everything must come out again. Where the planner predicted from a sample of trajectories (docs/decisions.md), its
+figures must fit together; that they come out again from the record, `run` tests with the engine's own code.
 """
 
 from __future__ import annotations
@@ -74,9 +76,12 @@ class Explained(Promise):
 
 def explain(record: DecisionRecord) -> Iterator[str]:
     """Everything in a record that does not follow from the rest of it."""
+    if record.policy == "planner" and record.limits:
+        yield from _fits_together(record)
+        return
     yield from _predictions(record)
     yield from _gate(record)
-    if record.policy == "planner":
+    if record.policy in ("paper", "planner"):
         yield from _choice(record)
 
 
@@ -110,12 +115,46 @@ def fits(record: DecisionRecord, option: Candidate) -> bool:
     return makespan <= 0 or work / (option.prefill * makespan) <= record.thresholds["rho_max"]
 
 
+def _fits_together(record: DecisionRecord) -> Iterator[str]:
+    """What holds of a planner's record whatever it predicts with."""
+    n = record.workers
+    options = {counts(option): option for option in record.candidates}
+    if options.keys() != splits(n):
+        yield f"the candidates are not colocation and every split of {n} workers"
+    for option in record.candidates:
+        if option.feasible and not (option.makespan_s is not None and 0 < option.makespan_s < math.inf):
+            yield f"{counts(option)} is called feasible and predicted {option.makespan_s} s"
+        if not option.feasible and not option.reason:
+            yield f"{counts(option)} is not feasible, and no reason is given"
+    if record.impossible and any(option.feasible for option in record.candidates if not option.colocated):
+        yield "disaggregates although that is impossible"
+    chosen = record.chosen
+    if sum(counts(chosen)) == n and n and (counts(chosen) not in options or not options[counts(chosen)].feasible):
+        yield f"{counts(chosen)} is chosen and no feasible candidate"
+    if sum(counts(chosen)) > n or (n == 0) is not (record.mode is Mode.PAUSED):
+        yield f"{counts(chosen)} in mode {record.mode} is chosen for {n} workers"
+    if record.probe and not (record.may_probe or record.holding is not None):
+        yield "a trial although none may begin and none runs"
+    workers = record.dedicated_workers + (record.overlap_workers if record.borrow else 0)
+    if record.workers != workers:
+        yield f"made for {record.workers} workers, there are {workers}"
+    if record.borrow and not (record.lending and record.overlap_workers):
+        yield "borrows where nothing can be lent"
+    dedicated, full = record.dedicated, record.full
+    if record.borrow and dedicated is not None and full is not None:
+        without, with_all = dedicated.makespan_s, full.makespan_s
+        if without is not None and with_all is not None and with_all > without:
+            yield f"borrows although it is predicted {with_all} s with what is lent and {without} s without"
+
+
+def splits(n: int) -> set[tuple[int, int, int]]:
+    """Colocation and every ratio of n workers."""
+    return {(0, 0, n), *((prefill, n - prefill, 0) for prefill in range(1, n))} if n else set()
+
+
 def _predictions(record: DecisionRecord) -> Iterator[str]:
     n = record.workers
-    expected = (
-        {(0, 0, n), *((prefill, n - prefill, 0) for prefill in range(1, n))} if n else set[tuple[int, int, int]]()
-    )
-    if {counts(option) for option in record.candidates} != expected:
+    if {counts(option) for option in record.candidates} != splits(n):
         yield f"the candidates are not colocation and every split of {n} workers"
     for option in record.candidates:
         if option.feasible is not fits(record, option):

@@ -221,6 +221,8 @@ def _shape(rng: random.Random) -> Shape:
     policy = "planner"
     if rng.random() < 0.3:
         policy = rng.choice(("static-pd:1:1", "static-pd:1:2")) if disaggregation else "colocated"
+    elif rng.random() < 0.5:
+        policy = "paper"
     return Shape(
         reserved=rng.choice((0, 1, 1, 2, 2, 2, 2)),
         spot=rng.choice(((2, 1), (2,), (1, 1), (2, 2))),

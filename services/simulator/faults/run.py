@@ -13,12 +13,14 @@ from typing import Final
 
 import msgspec
 
+from messages.monitor import DecisionRecord
+from services.decision_engine.decide import answer, question_of
 from services.runtime.foreign import ForeignError, foreign_code
 from services.simulator.faults.checkers import Checkers
 from services.simulator.faults.cluster import Cluster
 from services.simulator.faults.inject import Injector
 from services.simulator.faults.plan import Fault, Plan, draw
-from services.simulator.faults.record import RunEnded, Seen, Violation
+from services.simulator.faults.record import RunEnded, Seen, Stored, Violation
 
 QUIET_MS: Final = 1_500
 """The run goes on for so long after all is done: what is told to nobody may still come."""
@@ -37,6 +39,16 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     virtual_ms: int
     digest: str
     counts: dict[str, int]
+
+
+def _not_again(at_ms: int, record: DecisionRecord) -> Iterator[Violation]:
+    """A record is enough to make its decision again, to the last digit (11.9)."""
+    found = answer(question_of(record))
+    choice = found.choice
+    again = (choice.chosen, choice.mode, choice.candidates, found.borrow, found.dedicated, found.full)
+    if again != (record.chosen, record.mode, record.candidates, record.borrow, record.dedicated, record.full):
+        told = f"decision {record.decision_id} comes out as {choice.mode} {choice.chosen}, borrow {found.borrow}, of its record"
+        yield Violation("11.9 decisions come out again", at_ms, told)
 
 
 class Run:
@@ -94,6 +106,8 @@ class Run:
         if self._digest is not None:
             self._digest.update(msgspec.msgpack.encode(seen))
         found = self._checkers.see(seen)
+        if isinstance(seen, Stored) and isinstance(seen.message, DecisionRecord):
+            found = [*found, *_not_again(seen.at_ms, seen.message)]
         if found:
             self.violations += found
         if len(self.cluster_problems) != self._known:
