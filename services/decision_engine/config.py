@@ -28,6 +28,13 @@ class Planner(msgspec.Struct, frozen=True, kw_only=True):
     probe_share: float = 0.05
 
 
+def _in_flight_percent(job: JobFile) -> int:
+    """Of a batch; 0 where batches do not overlap."""
+    if not job.pipeline.early_start or job.pipeline.staleness < 1:
+        return 0
+    return round(100 * job.pipeline.in_flight)
+
+
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """`cold_start` is used until the runtime tracker's first profile."""
 
@@ -70,6 +77,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     max_running=job.rollout.max_running,
                     replay_turns=section.replay_turns,
                     fused=int(job.rollout.engine in FUSED_ENGINES),
+                    in_flight_percent=_in_flight_percent(job),
                 ),
                 probe_share=section.probe_share,
             )

@@ -26,6 +26,10 @@ MOST_SECONDS = 1e6
 """No operation takes eleven days."""
 
 
+FILLING = 2
+"""Where batches overlap, so many first ones measure how the pipeline fills."""
+
+
 class Placed(msgspec.Struct, frozen=True):
     """A worker that serves, or is coming to serve, and its role in the table."""
 
@@ -114,6 +118,9 @@ class DecisionEngineCore:
         learned = state.learned.on_budget(state.budget, budget, now_ms, self.config.preemptible)
         ended = state.budget is not None and budget.training_batch is not None and state.budget.training_batch is None
         if ended and self.config.planner is not None:
+            overlaps = self.config.planner.limits.in_flight_percent > 0
+            if overlaps and (budget.training_batch or 0) < FILLING:
+                learned = msgspec.structs.replace(learned, broken=True)
             learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms)
         shrinks = state.target is not None and not set(state.target.usable) <= set(slots)
         new = msgspec.structs.replace(

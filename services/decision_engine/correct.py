@@ -25,6 +25,8 @@ MODE: Final = 0.02
 RATIO: Final = 0.02
 NOISE: Final = 0.035
 """Of one batch: other trajectories, stragglers, placement."""
+FLOW_NOISE: Final = 0.12
+"""Of the time between the ends of two batches that overlap: which of them its last trajectory delays is luck, too."""
 RATIO_REACH: Final = 0.7
 """Difference of log(P/D) over which ratios stop being alike."""
 SIZE_REACH: Final = 0.7
@@ -62,8 +64,9 @@ class Correction(msgspec.Struct, frozen=True):
         return math.sqrt(max(0.0, _alike(counts, counts) - explained))
 
 
-def correction(observed: Sequence[Observed]) -> Correction:
-    """From measurements, the oldest first; those without a prediction count for nothing."""
+def correction(observed: Sequence[Observed], *, overlap: bool = False) -> Correction:
+    """From measurements, the oldest first; those without a prediction count for nothing. `overlap`: they are of batches that do."""
+    noise = FLOW_NOISE if overlap else NOISE
     sound = [each for each in observed if each.predicted_s > 0 and each.realised_s > 0]
     if not sound:
         return Correction()
@@ -72,7 +75,7 @@ def correction(observed: Sequence[Observed]) -> Correction:
     count = len(sound)
     matrix = [[_alike(a, b) for b in seen] for a in seen]
     for index in range(count):
-        matrix[index][index] += NOISE**2 * (1 + FORGET * (count - 1 - index))
+        matrix[index][index] += noise**2 * (1 + FORGET * (count - 1 - index))
     inverse = _inverse(matrix)
     weights = tuple(sum(row[j] * logs[j] for j in range(count)) for row in inverse)
     return Correction(seen, weights, tuple(tuple(row) for row in inverse))

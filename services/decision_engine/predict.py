@@ -31,6 +31,9 @@ MOST_MERGED: Final = 4
 """Turns that one replayed turn may stand for."""
 MOST_DRAWS: Final = 4
 """Batches that one configuration is replayed with at most."""
+FLOW: Final = 4
+"""Batches that are replayed in one flow where each begins as slots of the one before free up."""
+MOST_MERGED_FLOW: Final = 8
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 LEAST_MISSED: Final = 0.1
@@ -47,6 +50,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     replay_turns: int = 6_000
     tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
     fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
+    in_flight_percent: int = 0  # of a batch, where the next one begins as slots free up; 0: one batch after the other
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -143,10 +147,12 @@ def _model(key: _Key) -> _Model:
     if key.batch * mean_turns > each:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
     size = max(1, key.batch // shrink)
-    parts = min(MOST_MERGED, round(size * mean_turns / each)) if size * mean_turns > each else 1
+    flows = bool(key.limits.in_flight_percent)
+    played, most_merged = (FLOW * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)
+    parts = min(most_merged, round(played * mean_turns / each)) if played * mean_turns > each else 1
     replayed = tuple(merged(turns, parts) for turns in sample)
     # As many different batches as may be replayed; where the sample makes no other, the same one in another order.
-    most = max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
+    most = FLOW if flows else max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
     draws = tuple(_batch(replayed, size, draw) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
@@ -201,12 +207,25 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) ->
 
 @lru_cache(maxsize=512)
 def _replayed_s(key: _Key, prefill: int, decode: int, colocated: int) -> float:
-    """Mean makespan over the model's batches."""
+    """Mean makespan over the model's batches; where batches overlap, the time from the end of one to the end of the next."""
     model = _model(key)
     prefill, decode, colocated = _shrunk(prefill, decode, colocated, model.shrink)
+    if key.limits.in_flight_percent:
+        return _period_s(model, key.limits.in_flight_percent, prefill, decode, colocated)
     # Ratios share their luck among neighbours (`smoothed`); colocation has none: it is replayed in the other order, too.
     draws = [*model.draws, *(draw[::-1] for draw in model.draws if colocated)]
     return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
+
+
+def _period_s(model: _Model, in_flight_percent: int, prefill: int, decode: int, colocated: int) -> float:
+    """Seconds a batch while there is always more to do: ends are counted from when as many have ended as run at once until no
+    more begin. The longest trajectories, which end a batch that is alone, are then company for the next one."""
+    flow = [turns for draw in model.draws for turns in draw]
+    size = len(model.draws[0])
+    in_flight = max(1, min(size * in_flight_percent // 100, len(flow) * 3 // 8))
+    ends_s = replay(flow, model.machine, prefill, decode, colocated, in_flight=in_flight).ends_s
+    first, last = in_flight, len(flow) - in_flight
+    return size * (ends_s[last - 1] - ends_s[first - 1]) / (last - first)
 
 
 def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> Counts:
@@ -222,6 +241,10 @@ def _ranks(workers: int) -> list[int]:
     if workers - 1 <= GRID:
         return list(range(1, workers))
     return sorted({max(1, round((workers - 1) * index / GRID)) for index in range(1, GRID + 1)})
+
+
+def _learned(evidence: Evidence) -> Correction:
+    return correction(evidence.observed, overlap=bool(evidence.limits.in_flight_percent))
 
 
 def candidates(
@@ -241,7 +264,7 @@ def candidates(
         return ()
     key = _key(profile, evidence, workers)
     model = _model(key)
-    learned = correction(evidence.observed)
+    learned = _learned(evidence)
 
     def queueing(counts: Counts) -> float:
         return makespan_s(model.phases, model.machine, *counts)
@@ -308,7 +331,7 @@ def least(profile: WorkloadProfile, choices: Sequence[Counts], evidence: Evidenc
         return None
     key = _key(profile, evidence, sum(choices[0]))
     model = _model(key)
-    learned = correction(evidence.observed)
+    learned = _learned(evidence)
     ranked = {counts: makespan_s(model.phases, model.machine, *counts) * learned.factor(counts) for counts in choices}
     counts = min(choices, key=lambda each: (ranked[each], each))
     if evidence.quick:
@@ -322,9 +345,16 @@ def saved_s(
     """Seconds by which the rest of a batch ends earlier if the workers of `together` beyond `alone` come `delay_s` from now.
 
     The batch is replayed on `alone` until `remaining` of its trajectories are left, and from there with and without them: the last
-    ones are the longest, and gain less from more workers than their share of the batch. Corrected like `alone`'s makespan.
+    ones are the longest, and gain less from more workers than their share of the batch. Corrected like `alone`'s makespan. Where
+    batches overlap there is always other work, and the rest gains like any other share.
     """
     key = _key(profile, evidence, sum(alone))
+    if evidence.limits.in_flight_percent:
+        learned = _learned(evidence)
+        alone_s = _replayed_s(key, *alone) * learned.factor(alone)
+        together_s = _replayed_s(_key(profile, evidence, sum(together)), *together) * learned.factor(together)
+        rest_s = max(0, min(profile.B, remaining)) / profile.B * alone_s
+        return max(0.0, rest_s - delay_s) * (1 - together_s / alone_s) if alone_s > 0 else 0.0
     model = _model(key)
     more = [max(0, b - a) for a, b in zip(alone, together, strict=True)]
     if alone[2] == 0 and together[2]:
@@ -338,7 +368,7 @@ def saved_s(
         counts = _shrunk(*alone, model.shrink)
         total += replay(draw, model.machine, *counts).makespan_s
         total -= replay(draw, model.machine, *counts, grow=grow).makespan_s
-    return total / len(model.draws) * correction(evidence.observed).factor(alone)
+    return total / len(model.draws) * _learned(evidence).factor(alone)
 
 
 def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) -> Candidate:
