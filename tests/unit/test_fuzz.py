@@ -25,11 +25,11 @@ from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import ROUTES, decode_on, message_id, subject_of
 from pearl_state.codec import UnreadableTableError, decode_table, encode_table
 from services.agent.config import Config as AgentConfig
-from services.agent.service import problem_of as problem_of_task
 from services.cluster_rebuilder.config import Config as RebuilderConfig
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine.config import Config as DecisionConfig
 from services.decision_engine.core import DecisionEngineCore
+from services.edge.tasks import problem_of_task
 from services.elastic_scheduler.config import Config as ElasticConfig
 from services.elastic_scheduler.core import ElasticSchedulerCore
 from services.node_agent.config import Config as NodeConfig

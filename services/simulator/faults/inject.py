@@ -30,6 +30,8 @@ class Injector:
         cluster.later(self.over_ms, self._stopped)
 
     def _stopped(self) -> None:
+        for machine in self._cluster.machines.values():
+            machine.broken_starts = 0  # those that nothing was started for yet
         self._cluster.see(FaultsStopped(self._cluster.now_ms))
 
     def _happening(self, fault: Fault) -> Callable[[], None]:
