@@ -133,7 +133,7 @@ class RolloutWorker:
         self._incarnation = incarnation
         self._began = began
         self._attempts: dict[tuple[str, int], _Attempt] = {}
-        self._ended: dict[tuple[str, int], None] = {}  # the last ones, oldest first
+        self._ended: dict[tuple[str, int, int], None] = {}  # the last ones, oldest first
         self._log: Attempts = attempts or AttemptLog(config.attempts_dir, worker, incarnation)
         self._fetch = fetch
         self._pid = os.getpid() if pid is None else pid
@@ -362,16 +362,15 @@ class RolloutWorker:
         if request.worker != self._worker or request.incarnation != self._incarnation:
             return  # its edge has seen, or will see, that that process is gone
         key = (request.request, request.attempt)
-        if key in self._attempts:
-            return
+        if key in self._attempts or (*key, request.role_generation) in self._ended:
+            return  # the network brought it twice: what it made, or why not, is with its edge
         attempt = _Attempt(request, self.state.role)
         refusal = self.core.refusal(self.state, request)
         if refusal:
             self.refused += 1
+            self._remember(request)
             await self._chunk(attempt, [], [], finish="refused", reason=refusal)
             return
-        if key in self._ended:
-            return  # the network brought it twice: what it made is with its edge
         assert self._tasks is not None
         self._attempts[key] = attempt
         attempt.task = self._tasks.create_task(self._run_attempt(attempt), name=f"attempt-{request.request}")
@@ -379,8 +378,8 @@ class RolloutWorker:
         attempt.task.add_done_callback(lambda _: self._attempts.pop(key))
 
     def _remember(self, request: Generate) -> None:
-        """An attempt that ran has ended; a copy of its request that is still on its way must not run."""
-        self._ended[request.request, request.attempt] = None
+        """An attempt has ended, or was refused; a copy of its request that is still on its way must not run."""
+        self._ended[request.request, request.attempt, request.role_generation] = None
         if len(self._ended) > MOST_ENDED:
             del self._ended[next(iter(self._ended))]
 
@@ -427,8 +426,7 @@ class RolloutWorker:
                 )
         finally:
             await _close(stream)
-            if finish != "refused":
-                self._remember(request)
+            self._remember(request)
             if begun:
                 self._log_attempt(attempt, start, finish)
 

@@ -183,7 +183,7 @@ async def test_a_short_reply_is_one_chunk(world: World):
 
 async def test_requests_are_fenced(world: World):
     await world.fact(WorkerReady)
-    await world.say(world.request())
+    await world.say(world.request("early"))
     assert ((await world.chunk()).finish, world.worker.refused) == ("refused", 1)
     await world.say(world.update(0))
     await world.fact(WeightsApplied)
@@ -194,11 +194,12 @@ async def test_requests_are_fenced(world: World):
         ({"min_version": 1}, "version 0 is below 1"),
         ({"prompt": [99]}, "token ids"),
     ):
-        await world.say(world.request(**changes))
+        await world.say(world.request(reason, **changes))
         chunk = await world.chunk()
         assert chunk.finish == "refused"
         assert reason in chunk.reason
     await world.say(world.request(incarnation=Incarnation(2)))  # for another process: silence
+    await world.say(world.request("early"))  # a copy of what was refused: it has been answered
     await world.say(world.request(max_new_tokens=1))
     assert (await world.chunk()).finish == "length"
     assert {entry.attempt for entry in world.attempts()} == {1}
