@@ -184,7 +184,10 @@ def _plan(table: RoleTable, found: list[str]) -> None:
     for assign in (*plan.add, *plan.reassign):
         if assign.role not in ROLLOUT_ROLES:
             found.append(f"plan {plan.plan_id} gives {assign.worker} role {assign.role}")
-        if assign.role_generation <= rows[assign.worker].role_generation:
+        dead = (
+            assign in plan.reassign and rows[assign.worker].stage is not Stage.SWITCHING
+        )  # since the cut: never admitted
+        if not dead and assign.role_generation <= rows[assign.worker].role_generation:
             found.append(f"plan {plan.plan_id} admits {assign.worker} with a generation that it has had")
     if plan.stage == "applying":
         for worker in (*(leave.worker for leave in plan.remove), *(assign.worker for assign in plan.reassign)):

@@ -135,3 +135,16 @@ def test_a_wrong_plan_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     file.write_text(text)
     assert main(["simulate", "faults", "--plan", str(file)]) == 2
     assert said in capsys.readouterr().err
+
+
+FOUND = sorted((Path(__file__).parent / "found").glob("*.json"))
+"""Shrunken plans of seeds that once broke a promise."""
+
+
+@pytest.mark.parametrize("path", FOUND, ids=[path.stem for path in FOUND])
+def test_what_was_found_stays_mended(path: Path) -> None:
+    run = Run(msgspec.json.decode(path.read_bytes(), type=Plan))
+    try:
+        assert run.to_end().violations == ()
+    finally:
+        run.close()
