@@ -184,9 +184,8 @@ def _plan(table: RoleTable, found: list[str]) -> None:
     for assign in (*plan.add, *plan.reassign):
         if assign.role not in ROLLOUT_ROLES:
             found.append(f"plan {plan.plan_id} gives {assign.worker} role {assign.role}")
-        dead = (
-            assign in plan.reassign and rows[assign.worker].stage is not Stage.SWITCHING
-        )  # since the cut: never admitted
+        gone = rows[assign.worker].activity is Activity.INACTIVE  # reassigned, and died since the cut: never admitted
+        dead = gone and assign in plan.reassign
         if not dead and assign.role_generation <= rows[assign.worker].role_generation:
             found.append(f"plan {plan.plan_id} admits {assign.worker} with a generation that it has had")
     if plan.stage == "applying":

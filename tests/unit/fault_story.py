@@ -77,7 +77,7 @@ JOB = JobFile(
     ),
     pipeline=PipelineSection(batch_trajectories=2, group_size=2, staleness=1, train_steps=1),
     timeouts=TimeoutSection(prepare_ms=3_000, apply_ms=4_000, drain_ms=1_500, return_ms=3_000, lease_ms=1_500),
-    decision=DecisionSection(lending=True, toggle_guess_s=0.0),
+    decision=DecisionSection(lending=True, toggle_guess_s=0.0, policy="paper"),
 )
 ACTORS = (
     "orchestrator",

@@ -447,6 +447,12 @@ class Cluster:
         """Living workers and trainers."""
         return [started for machine in self.machines.values() for started in machine.living]
 
+    def engine(self, name: str) -> Engine:
+        """The engine of a slot's living worker."""
+        found = self.worker(name).engine
+        assert found is not None, f"{name} has no engine yet"
+        return found
+
     def worker(self, name: str) -> Started:
         """The living process of a slot."""
         return next(started for started in self.processes if started.worker == name)

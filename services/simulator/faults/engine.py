@@ -310,6 +310,10 @@ class Engine:
             running.ended = "interrupted"
         return self._last(running.spec, len(running.spec.prefix), running.ended, "")
 
+    def runs(self, request: str, attempt: int) -> bool:
+        """Whether it has this attempt, and its reply has not ended."""
+        return (request, attempt) in self._running
+
     def load(self) -> Load:
         return msgspec.structs.replace(self._sums, running=len(self._running))
 
