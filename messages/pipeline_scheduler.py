@@ -28,7 +28,7 @@ class TrajectoryCompleted(Message, frozen=True, kw_only=True, tag="trajectory.co
     reason: str = ""
 
 
-# trainer -> pipeline_scheduler, cluster_rebuilder, toggle_manager, orchestrator, monitor. Durable (EV). Key: version.
+# trainer -> pipeline_scheduler, elastic_scheduler, cluster_rebuilder, toggle_manager, orchestrator, monitor. Durable (EV). Key: version.
 class WeightsPublished(Message, frozen=True, kw_only=True, tag="weights.published/1"):
     """The complete snapshot of `version` can be fetched. Published after the optimiser checkpoint (DESIGN 8)."""
 

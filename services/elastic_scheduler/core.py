@@ -13,7 +13,8 @@ from messages.decision_engine import BudgetChanged, Leave
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp, TrainingBegin, TrainingFinished
 from messages.envelope import Message, brief
 from messages.ids import Gpu, NodeId, Zone
-from pearl_state.peers import wrong_batch, wrong_capacity, wrong_next_batch
+from messages.pipeline_scheduler import WeightsPublished
+from pearl_state.peers import wrong_batch, wrong_capacity, wrong_next_batch, wrong_weights
 from services.elastic_scheduler.config import Config
 from services.jobfile import Slot
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
@@ -39,6 +40,7 @@ class State(msgspec.Struct, frozen=True, kw_only=True):
     training_batch: int | None = None
     return_by_ms: int = 0  # overlap slots are training's by then
     trained: int = -1  # newest batch finished
+    version: int = 0  # newest policy version published: batches below it are trained
     gathering_since_ms: int | None = None  # first event of the burst being gathered
     causes: tuple[str, ...] = ()
     uncounted: int = 0  # causes beyond MOST_CAUSES
@@ -49,7 +51,14 @@ class ElasticSchedulerCore:
     """Emits budget 1 at its start and a newer one whenever the usable slots or the training batch change."""
 
     name = "elastic_scheduler"
-    inputs: tuple[type[Message], ...] = (GpuAvailable, GpuReclaimed, NodeUp, TrainingBegin, TrainingFinished)
+    inputs: tuple[type[Message], ...] = (
+        GpuAvailable,
+        GpuReclaimed,
+        NodeUp,
+        TrainingBegin,
+        TrainingFinished,
+        WeightsPublished,
+    )
     state_type = State
 
     def __init__(self, config: Config) -> None:
@@ -70,6 +79,8 @@ class ElasticSchedulerCore:
                 return self.on_training_begin(state, message, event.now_ms)
             case TrainingFinished() as message:
                 return self.on_training_finished(state, message, event.now_ms)
+            case WeightsPublished() as message:
+                return self.on_weights_published(state, message)
             case Tick():
                 return self.on_tick(state, event.now_ms)
             case other:
@@ -146,10 +157,11 @@ class ElasticSchedulerCore:
         """Training wants its GPUs back: overlap slots are no longer usable.
 
         Batches are trained one after the other, each begun when the one before is finished. One that is further ahead is
-        refused: believed, it would make the batch that is really next look old, and nothing would ever be trained again.
+        refused: believed, it would make the batch that is really next look old, and nothing would ever be trained again. Where the
+        store went back, the version that the trainer publishes says how far training had come (batch k trains version k).
         """
         if wrong := wrong_batch(message.batch, self.config.train_steps) or wrong_next_batch(
-            message.batch, state.trained
+            message.batch, max(state.trained, state.version - 1)
         ):
             return state, (Refuse(wrong),)
         if message.batch <= state.trained or state.training_batch is not None:
@@ -168,6 +180,14 @@ class ElasticSchedulerCore:
             return state, (Refuse(f"training of batch {message.batch} is said to be finished and has not begun"),)
         state = msgspec.structs.replace(state, trained=message.batch, training_batch=None, return_by_ms=0)
         return self._emit(_because(state, f"training.finished {message.batch}"), now_ms)
+
+    def on_weights_published(self, state: State, message: WeightsPublished) -> tuple[State, Effects]:
+        """How far training has come, as the trainer says it."""
+        if wrong := wrong_weights(message, self.config.train_steps):
+            return state, (Refuse(wrong),)
+        return (
+            state if message.version <= state.version else msgspec.structs.replace(state, version=message.version)
+        ), ()
 
     def on_tick(self, state: State, now_ms: int) -> tuple[State, Effects]:
         """The first budget, and the end of a gathering window."""

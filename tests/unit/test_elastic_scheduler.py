@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from messages.decision_engine import BudgetChanged, Leave
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp, TrainingBegin, TrainingFinished
 from messages.ids import Gpu, NodeId, PolicyVersion, Zone
+from messages.pipeline_scheduler import WeightsPublished
 from services.elastic_scheduler.config import Config
 from services.elastic_scheduler.core import ElasticSchedulerCore, State
 from services.jobfile import JobFile, NodeSection, RolloutSection
@@ -244,3 +245,15 @@ def test_any_sequence_keeps_the_invariants(steps: list[tuple[int, object]]) -> N
     _, effects = CORE.step(state, Input(now_ms + 10_000, Tick()))
     settled = budgets(effects)[-1] if budgets(effects) else state.last
     assert settled is not None and (Gpu(NodeId("p1"), 0) in state.available) >= ("p1-w0" in settled.dedicated)
+
+
+def test_where_the_store_went_back_the_published_version_says_which_batch_is_next() -> None:
+    core = CORE
+    state, _ = core.step(core.initial(), Input(1, TrainingBegin(batch=5)))
+    assert state.training_batch is None
+    published = WeightsPublished(version=PolicyVersion(5), uri="/tmp/5", manifest_sha256="0" * 64, bytes=1)
+    state, _ = core.step(state, Input(2, published))
+    for batch, accepted in ((6, False), (5, True)):
+        after, effects = core.step(state, Input(3, TrainingBegin(batch=batch)))
+        assert (after.training_batch == batch) is accepted
+        assert any(isinstance(effect, Refuse) for effect in effects) is not accepted
