@@ -119,6 +119,7 @@ def garbage() -> Iterator[Attack]:
                 "gpu_free",
                 "batch_ready",
                 "gpus_returned",
+                "store_rewound",
             ):
                 outcome = LOGGED
             for what, data in garbage_for(kind):
@@ -408,7 +409,7 @@ NONSENSE: dict[str, tuple[tuple[Message, str], ...]] = {
         (_task(min_version=9, retry=2), LETTER),
         (_task(temperature=-1.0, retry=3), LETTER),
     ),
-    "router": (
+    "gateway": (
         (_generate(reply="pearl.test.tok.*"), LETTER),
         (_generate(reply="pearl.test.tok.a b"), LETTER),
         (_generate(reply="$KV.test_roles.table"), LETTER),

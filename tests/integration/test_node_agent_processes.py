@@ -142,10 +142,11 @@ async def test_launch_exit_and_report(nodes: list[Node], bus: MemoryBus, tmp_pat
         await node.command(launch())
         gone = await node.gone("n1-w0")
         assert (gone.incarnation, gone.reason) == (1, "exit:7")
-        await node.command(launch())
+        await node.command(launch())  # whoever asks again did not hear it: it is said again, and nothing is started
+        assert (await node.gone("n1-w0", 2)).incarnation == 1
         await node.command(launch(2))
-        assert (await node.gone("n1-w0", 2)).incarnation == 2
-        assert len(await node.said(WorkerGone, "n1-w0")) == 2
+        assert (await node.gone("n1-w0", 3)).incarnation == 2
+        assert len(await node.said(WorkerGone, "n1-w0")) == 3
         assert not list((tmp_path / "demo" / "pids").glob("*.json"))
 
 
