@@ -74,7 +74,7 @@ def running(folder: Path) -> list[psutil.Process]:
 def interrupt(process: subprocess.Popen[str]) -> tuple[str, str]:
     """Ctrl-C: the terminal tells the whole group. Returns what was said."""
     os.killpg(process.pid, signal.SIGINT)
-    said = process.communicate(timeout=60)
+    said = process.communicate(timeout=180)
     assert process.returncode == 130, said
     assert "Traceback" not in said[1] and '"level":"error"' not in said[1], said[1]
     return said
@@ -117,7 +117,7 @@ def test_the_end_of_its_terminal_ends_a_demo(folder: Path) -> None:
     with demo(folder, "--data-dir", str(folder / ODD)) as process:
         assert process.stdout is not None and "starting" in process.stdout.readline()
         process.send_signal(signal.SIGHUP)
-        process.communicate(timeout=60)
+        process.communicate(timeout=180)
         assert process.returncode == 130
 
 
