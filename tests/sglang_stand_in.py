@@ -1,7 +1,7 @@
 """A stand-in for an SGLang server: its HTTP surface as services/rollout_worker/engines/sglang uses it, over made-up tokens.
 
 What it answers was copied from a real 0.5.23 (fields, statuses, order of events), so that the engine's own logic can be tested without
-one. `make sglang-test` runs the same tests on real servers. Tokens depend on the version, the seed where there is a temperature, and the position alone.
+one. With PEARL_SGLANG_PYTHON pytest runs the same tests on real servers. Tokens depend on the version, the seed where there is a temperature, and the position alone.
 """
 
 from __future__ import annotations
@@ -58,7 +58,6 @@ class StandIn:
                 web.post("/release_memory_occupation", self._release),
                 web.post("/resume_memory_occupation", self._resume),
                 web.post("/pd_role_switch", self._switch),
-                web.post("/weights_checker", self._check),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -142,9 +141,6 @@ class StandIn:
             return web.json_response({"error": {"message": "decode_cuda_graph_memory_gb is required"}}, status=400)
         self.mode = body["new_role"]
         return web.json_response({"success": True})
-
-    async def _check(self, request: web.Request) -> web.Response:
-        return web.json_response({"success": True, "ranks": [{"checksums": {"model.norm.weight": self.version}}]})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()

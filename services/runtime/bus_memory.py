@@ -240,16 +240,13 @@ class MemoryBroker:
         return self.buckets[name]
 
 
-class MemorySubscription:
-    """A core subscription of the in-memory bus."""
+class Inbox:
+    """Deliveries that wait for their reader: the part of a core subscription that every simulated or in-memory bus has."""
 
-    def __init__(self, broker: MemoryBroker, subject: str, queue: str, limit: int) -> None:
-        self.subject = subject
-        self.queue = queue
+    def __init__(self, limit: int) -> None:
         self.dropped = 0
-        self._broker = broker
-        self._buffer: deque[Delivery] = deque()
         self._limit = limit
+        self._buffer: deque[Delivery] = deque()
         self._arrived = asyncio.Event()
         self._stopped = False
 
@@ -284,6 +281,19 @@ class MemorySubscription:
         """End the iteration; what is buffered is still read."""
         self._stopped = True
         self._arrived.set()
+
+
+class MemorySubscription(Inbox):
+    """A core subscription of the in-memory bus."""
+
+    def __init__(self, broker: MemoryBroker, subject: str, queue: str, limit: int) -> None:
+        super().__init__(limit)
+        self.subject = subject
+        self.queue = queue
+        self._broker = broker
+
+    async def stop(self) -> None:
+        await super().stop()
         if self in self._broker.subscriptions:
             self._broker.subscriptions.remove(self)
 

@@ -176,7 +176,21 @@ class TorchKit(_Made):
         return not (requests or rooms) and pool.available == pool.capacity
 
 
-class StandInKit(_Made):
+class _OfSglang(_Made):
+    """What is seen of an engine `sglang`, whatever its servers are."""
+
+    def idle(self, engine: Any) -> bool:
+        return not (engine._replies or engine._rooms.open)
+
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return any(room.joined.done() for room in prefill._rooms._rooms.values())
+
+    def sever(self, prefill: Any) -> None:
+        for connection in tuple(prefill._rooms._connections):
+            connection.cancel()
+
+
+class StandInKit(_OfSglang):
     """The engine `sglang` on stand-ins for its servers, which it adopts."""
 
     name = "sglang-stand-in"
@@ -210,7 +224,7 @@ class StandInKit(_Made):
         engine = SglangEngine(wanted, "cpu", "", self._folder / "log", adopt=adopt, room_s=room_s)
 
         async def relaunch(role: Role) -> None:
-            """What a launched server's end and new beginning come to; real ones do it in `make sglang-test`."""
+            """What a launched server's end and new beginning come to; a real one does it by a relaunch."""
             server.mode, server.version = MODES[role], "default"
 
         engine._server.relaunch = relaunch  # type: ignore[method-assign]
@@ -224,16 +238,6 @@ class StandInKit(_Made):
         empty.mkdir(parents=True)
         return str(empty)
 
-    def idle(self, engine: Any) -> bool:
-        return not (engine._replies or engine._rooms.open)
-
-    def under_way(self, prefill: Any, decode: Any) -> bool:
-        return any(room.joined.done() for room in prefill._rooms._rooms.values())
-
-    def sever(self, prefill: Any) -> None:
-        for connection in tuple(prefill._rooms._connections):
-            connection.cancel()
-
     async def stop(self) -> None:
         await super().stop()
         for server in self._servers:
@@ -241,11 +245,8 @@ class StandInKit(_Made):
         assert not [sin for server in self._servers for sin in server.sins]
 
 
-class SglangKit(_Made):
-    """The engine `sglang` on real servers (`make sglang-test`). A server takes half a minute to start, so they are kept and adopted.
-
-    Where a test needs an engine that can be relaunched it says so by the role it changes: `make_own`.
-    """
+class SglangKit(_OfSglang):
+    """The engine `sglang` on real servers (docs/sglang.md). A server takes half a minute to start, so they are kept and adopted."""
 
     name = "sglang"
     servers: ClassVar[dict[tuple[Any, ...], list[Server]]] = {}
@@ -310,16 +311,6 @@ class SglangKit(_Made):
 
     def bad_snapshot(self) -> str:
         return str(self._folder)
-
-    def idle(self, engine: Any) -> bool:
-        return not (engine._replies or engine._rooms.open)
-
-    def under_way(self, prefill: Any, decode: Any) -> bool:
-        return any(room.joined.done() for room in prefill._rooms._rooms.values())
-
-    def sever(self, prefill: Any) -> None:
-        for connection in tuple(prefill._rooms._connections):
-            connection.cancel()
 
     async def stop(self) -> None:
         await super().stop()

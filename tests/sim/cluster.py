@@ -24,7 +24,6 @@ from messages.ids import (
     NodeId,
     PolicyVersion,
     Residency,
-    Role,
     WorkerId,
     Zone,
 )
@@ -45,6 +44,7 @@ from services.orchestrator.config import Config as OrchestratorConfig
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.leases import NodeLeases
 from services.runtime.core import Input, Tick
+from services.simulator.faults.tables import is_settled, roles_of
 from services.toggle_manager.config import Config as ToggleConfig
 from services.toggle_manager.core import ToggleManagerCore
 from tests.sim.processes import NodeAgent, Process, Trainer, TrainerDisk, Worker
@@ -317,23 +317,13 @@ class Cluster:
 
     @property
     def roles(self) -> dict[str, str]:
-        return {
-            row.worker: row.role.value
-            for row in self.table.rows
-            if row.activity is Activity.ACTIVE and row.role is not Role.TRAINING
-        }
+        """Who serves, in which role."""
+        return roles_of(self.table)
 
     @property
     def settled(self) -> bool:
         """No plan, nothing on its way, and the roles are those of the newest target."""
-        target = self.table.writer.target
-        if self.table.plan is not None or target is None or target.training_batch != self.table.training_batch:
-            return False
-        if any(row.activity is Activity.TRANSITIONING for row in self.table.rows):
-            return False
-        held = list(self.roles.values())
-        asked = (target.prefill, target.decode, target.colocated)
-        return (held.count("prefill"), held.count("decode"), held.count("colocated")) == asked
+        return is_settled(self.table)
 
     def commands_to(self, worker: str, *kinds: type[Message], since: int = 0) -> list[Message]:
         """Commands sent to a worker (or about it, to its node agent), from the given number of commands on."""

@@ -37,7 +37,7 @@ import msgspec
 from messages.decision_engine import BudgetChanged
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, TrainingFinished
 from messages.envelope import Message, encode
-from messages.ids import Activity, DecisionId, Incarnation, Mode, NodeId, Role, RoleGeneration, WorkerId, Zone
+from messages.ids import DecisionId, Incarnation, Mode, NodeId, RoleGeneration, WorkerId, Zone
 from messages.orchestrator import TargetConfiguration
 from messages.rollout_worker import Generate
 from messages.subjects import stream, subject_of, telemetry_subject
@@ -105,6 +105,7 @@ from services.simulator.faults.record import (
     TableSeen,
     TableWritten,
 )
+from services.simulator.faults.tables import is_settled, roles_of
 from services.simulator.faults.trainer import Disk, Group, NoMetrics, build
 from services.snapshot import SnapshotError
 from services.toggle_manager.config import Config as ToggleConfig
@@ -417,25 +418,12 @@ class Cluster:
     @property
     def roles(self) -> dict[str, str]:
         """Who serves, in which role."""
-        return {
-            row.worker: row.role.value
-            for row in self.table.rows
-            if row.activity is Activity.ACTIVE and row.role is not Role.TRAINING
-        }
+        return roles_of(self.table)
 
     @property
     def settled(self) -> bool:
         """No plan, nothing on its way, and the roles are those of the newest target."""
-        if self.table_now is None:
-            return False
-        target = self.table.writer.target
-        if self.table.plan is not None or target is None or target.training_batch != self.table.training_batch:
-            return False
-        if any(row.activity is Activity.TRANSITIONING for row in self.table.rows):
-            return False
-        held = list(self.roles.values())
-        asked = (target.prefill, target.decode, target.colocated)
-        return (held.count("prefill"), held.count("decode"), held.count("colocated")) == asked
+        return self.table_now is not None and is_settled(self.table_now)
 
     @property
     def finished(self) -> bool:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Final, cast
 
@@ -35,7 +34,7 @@ from services.runtime.bus import (
     StreamSpec,
     WrongLastSequence,
 )
-from services.runtime.bus_memory import Bucket, ConsumerState, Pending, Stream
+from services.runtime.bus_memory import Bucket, ConsumerState, Inbox, Pending, Stream
 from services.runtime.wildcards import matches
 from services.simulator.faults.loop import Process, VirtualLoop
 from services.simulator.faults.record import Arrived, Assigned, Seen, Sent, Stored, TableWritten
@@ -265,7 +264,8 @@ class Network:
             if isinstance(message, Generate):
                 self.generates[message.worker, message.request, message.attempt] = message
             self.seen(Arrived(self.clock(), subscription.receiver, message))
-        subscription.take(delivery, self.clock())
+        arrived = Delivery(delivery.subject, delivery.data, delivery.headers, reply=delivery.reply, at_ms=self.clock())
+        subscription.take(arrived)
 
     def _say_sent(self, sender: Process, subject: str, data: bytes) -> None:
         """Commands and generation requests are of interest; telemetry, tokens and questions are many."""
@@ -322,54 +322,20 @@ class Network:
         self.loop.at(self.loop.now_s + self.way_s() + self.way_s(), arrive)
 
 
-class NetSubscription:
+class NetSubscription(Inbox):
     """A core subscription of one process."""
 
     def __init__(self, network: Network, process: Process, subject: str, queue: str, limit: int) -> None:
+        super().__init__(limit)
         self.subject = subject
         self.queue = queue
         self.process = process
-        self.dropped = 0
         self.newest_s: dict[str, float] = {}  # arrival of the newest message of each sender
         self.receiver = _receiver(subject)
         self._network = network
-        self._limit = limit
-        self._buffer: deque[Delivery] = deque()
-        self._arrived = asyncio.Event()
-        self._stopped = False
-
-    def take(self, delivery: Delivery, now_ms: int) -> None:
-        """A message arrived; the oldest is dropped if the reader is too slow."""
-        if len(self._buffer) >= self._limit:
-            self._buffer.popleft()
-            self.dropped += 1
-        self._buffer.append(
-            Delivery(delivery.subject, delivery.data, delivery.headers, reply=delivery.reply, at_ms=now_ms)
-        )
-        self._arrived.set()
-
-    def __aiter__(self) -> AsyncIterator[Delivery]:
-        return self
-
-    async def __anext__(self) -> Delivery:
-        while not self._buffer:
-            if self._stopped:
-                raise StopAsyncIteration
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._buffer.popleft()
-
-    async def next(self, timeout_s: float) -> Delivery | None:
-        """The next delivery, or None after `timeout_s` or once stopped."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await anext(self, None)
-        except TimeoutError:
-            return None
 
     async def stop(self) -> None:
-        self._stopped = True
-        self._arrived.set()
+        await super().stop()
         self._network.unsubscribed(self)
 
 

@@ -28,7 +28,6 @@ NEEDED: Final = (
 """Without one of these a server cannot be driven."""
 OPTIONAL: Final = {
     "/pd_role_switch": "prefill and decode workers change roles by a relaunch",
-    "/weights_checker": "a weight update is believed without comparing checksums",
 }
 """What is done without one of these."""
 TESTED: Final = "0.5.23"

@@ -56,7 +56,7 @@ class _Stop(msgspec.Struct, frozen=True):
 class _Reply:
     """A request that the server has, or will have. Its reader fills `events`; who streams it empties them."""
 
-    __slots__ = ("events", "first", "over", "rid", "role", "sent", "spec")
+    __slots__ = ("aborted", "events", "first", "over", "rid", "role", "sent", "spec")
 
     def __init__(self, spec: GenerateSpec, rid: str, role: Role) -> None:
         self.spec = spec
@@ -64,6 +64,7 @@ class _Reply:
         self.role = role
         self.sent = len(spec.prefix)
         self.first = False  # its first token came: it decodes
+        self.aborted = False  # it was told to end
         self.over = False  # nobody waits for it any more, or it has ended
         self.events: asyncio.Queue[Piece | _Stop] = asyncio.Queue()
 
@@ -100,7 +101,6 @@ class SglangEngine:
         self._input_limit = 0  # tokens that can be submitted: a little less
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._aborted: set[str] = set()
         self._replies: dict[str, _Reply] = {}
         self._silent_since = 0.0
         self._sums = Load()
@@ -164,7 +164,7 @@ class SglangEngine:
         self._input_limit = min(self._context_limit, most) if isinstance(most, int) else self._context_limit
         if self._server.adopted:
             mode = described.get("disaggregation_mode", "null")
-            self.role = self._server.role = next((role for role, name in MODES.items() if name == mode), Role.COLOCATED)
+            self.role = next((role for role, name in MODES.items() if name == mode), Role.COLOCATED)
             port = info.get("disaggregation_bootstrap_port")
             self._rooms.announce(port if isinstance(port, int) else 0)
             if info.get("incremental_streaming_output") is not True:
@@ -189,7 +189,7 @@ class SglangEngine:
             if snapshot:
                 self.role = role
                 await self.load_snapshot(snapshot, version)
-        self.role = self._server.role = role
+        self.role = role
 
     async def _switch(self, role: Role) -> None:
         body: dict[str, Any] = {"new_role": MODES[role]}
@@ -221,19 +221,6 @@ class SglangEngine:
         for reply in self._replies.values():
             if reply.in_transfer:
                 self._end_soon(reply, f"weights of version {version} came")
-
-    async def checksums(self) -> dict[str, str]:
-        """Of each tensor that the server has loaded, rank by rank ("0/model.norm.weight"). Raises EngineError."""
-        try:
-            told = await self._api.post("/weights_checker", within_s=LOAD_S, action="checksum")
-        except (ApiError, ServerGoneError) as error:
-            raise EngineError(f"checksums: {error}") from error
-        ranks: list[dict[str, Any]] = told.get("ranks", [])
-        return {
-            f"{number}/{name}": checksum
-            for number, rank in enumerate(ranks)
-            for name, checksum in rank.get("checksums", {}).items()
-        }
 
     async def release(self) -> int:
         if self._replies:
@@ -298,12 +285,10 @@ class SglangEngine:
 
     async def abort(self, request: str | None = None) -> int:
         replies = [
-            reply
-            for reply in self._replies.values()
-            if request in (None, reply.spec.request) and reply.rid not in self._aborted
+            reply for reply in self._replies.values() if request in (None, reply.spec.request) and not reply.aborted
         ]
         for reply in replies:
-            self._aborted.add(reply.rid)
+            reply.aborted = True
             self._end_soon(reply, "aborted")
         return len(replies)
 
@@ -351,7 +336,6 @@ class SglangEngine:
         finally:
             self._account()
             del self._replies[reply.rid]
-            self._aborted.discard(reply.rid)
 
     def _problem(self, spec: GenerateSpec) -> str:
         """Why it cannot run here, "" if it can."""
@@ -468,7 +452,7 @@ class SglangEngine:
             while not ended:
                 event = await reply.events.get()
                 if isinstance(event, _Stop):
-                    ended = event.finish == "refused" or reply.over
+                    ended = event.finish == "refused"
                     yield _last(reply.sent, self._version, event.finish, event.reason)
                     return
                 chunk = self._chunk(reply, event)
@@ -476,8 +460,8 @@ class SglangEngine:
                 if chunk.tokens or ended:
                     yield chunk
         finally:
-            was_over, reply.over = reply.over, True
-            if not (ended or was_over or reply.in_transfer):
+            reply.over = True
+            if not (ended or reply.in_transfer):
                 self._in_background(self._tell_abort(reply))
 
     def _chunk(self, reply: _Reply, piece: Piece) -> Tokens:

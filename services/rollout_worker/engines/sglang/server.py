@@ -56,7 +56,6 @@ class Server:
         self._adopted = bool(adopt)
         self._process: asyncio.subprocess.Process | None = None
         self._relaunched = asyncio.Event()
-        self.role = Role.COLOCATED
         self.bootstrap_port = 0 if adopt else free_port(address)  # the same through relaunches: peers know it
         self.api = Api(adopt or f"http://{address}:{free_port(address)}")
 
@@ -93,7 +92,6 @@ class Server:
 
     async def start(self, role: Role = Role.COLOCATED) -> None:
         """Launch it in a role and wait until it takes requests. Raises EngineError with the last lines of its output."""
-        self.role = role
         if not self._adopted:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as output:
