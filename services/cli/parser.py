@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from services.cli import simulate_options
+
 FIGURES = ("table", "plan", "router", "stream", "turn", "engine", "snapshot", "memory", "gateway")
 """Benchmarks that give figures beside references; the code is in `services.bench`."""
 
@@ -154,26 +156,24 @@ def _simulate_faults(simulations: argparse._SubParsersAction[argparse.ArgumentPa
 
 def _simulations(simulate: argparse.ArgumentParser) -> None:
     """The sub-commands of `pearl simulate`; `services.cli.simulate` has what runs them."""
-    from services.cli import simulate_output, simulate_run, simulate_selection
-
     simulations = simulate.add_subparsers(dest="simulation", required=True, metavar="WHAT")
 
     def simulation(name: str, text: str) -> argparse.ArgumentParser:
         return simulations.add_parser(name, help=text, description=text)
 
     run = simulation("run", "policies side by side on a trace, a workload and a hardware description")
-    simulate_run.add_options(run)
-    simulate_output.add_options(run)
+    simulate_options.add_run(run)
+    simulate_options.add_output(run)
     _prices(run)
     _json(run)
 
     _simulate_faults(simulations)
     chosen = "how good the decision engine's choices are: regret over random workloads and budgets, simulated"
-    simulate_selection.add_selection(simulation("selection", chosen))
-    simulate_selection.add_selection(
+    simulate_options.add_selection(simulation("selection", chosen))
+    simulate_options.add_selection(
         simulation("gate", "borrow decisions over random windows against hindsight, simulated")
     )
-    simulate_selection.add_table2(
+    simulate_options.add_table2(
         simulation("table2", "the paper's Table 2: the ratio chosen against the best one, simulated")
     )
 

@@ -22,32 +22,6 @@ MOST_COMPARED = 3
 """Policies whose order the sensitivity looks at: each costs two runs a constant."""
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Of the output; prices are the parser's own."""
-    parser.add_argument(
-        "--seeds", type=_count, default=1, metavar="N", help="so many seeds, from --seed on (default: 1)"
-    )
-    parser.add_argument(
-        "--report", metavar="DIR", default=None, help="leave plots, JSON and one page (index.html) there"
-    )
-    parser.add_argument(
-        "--reference", metavar="POLICY", default="", help="what the others are compared with (default: roll)"
-    )
-    parser.add_argument(
-        "--sensitivity",
-        action="store_true",
-        help="the best policies again with each constant 20 %% lower and higher: does the conclusion hold? (takes long)",
-    )
-    parser.add_argument("--processes", type=_count, default=None, help="at a time (default: one a core)")
-
-
-def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 1000:
-        raise argparse.ArgumentTypeError(f"{text} is not from 1 to 1000")
-    return value
-
-
 def check(arguments: argparse.Namespace, names: list[str]) -> Path | None:
     """The folder of the report, before anything long begins. Raises ConfigError."""
     from services.simulator.whatif.report.write import report_folder

@@ -14,25 +14,6 @@ from services.cli import simulate_output
 from services.jobfile import ConfigError
 from services.simulator.whatif.result import Result
 
-DEFAULT_POLICIES = "roll,roll-large,rlboost,pearl-paper,pearl"
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """What the command takes; `--json` is the caller's."""
-    parser.add_argument("--trace", default="bamboo-segment2", help="a built-in name, bamboo-segment1..3, or a CSV file")
-    parser.add_argument("--workload", default="swebench-mini", help="a built-in name or a CSV file")
-    parser.add_argument("--hardware", default="h800-qwen3-8b", help="a built-in name or a JSON file")
-    parser.add_argument(
-        "--policy", default=DEFAULT_POLICIES, metavar="A,B,..", help=f"or 'all' (default: {DEFAULT_POLICIES})"
-    )
-    parser.add_argument("--hours", type=float, default=2.0, help="of the trace, from its beginning (default: 2)")
-    parser.add_argument("--seed", type=int, default=0, help="of tasks, trajectories and the trace's victims")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of docs/what-if.md; may be repeated"
-    )
-    parser.add_argument("--oracle", action="store_true", help="also what could be reached (takes minutes)")
-    parser.add_argument("--out", metavar="FILE.json", default=None, help="keep the whole result there")
-
 
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0; 2 where an input is wrong."""

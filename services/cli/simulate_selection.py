@@ -21,23 +21,6 @@ MOST_JOBS: Final = 64
 T = TypeVar("T")
 
 
-def add_selection(parser: argparse.ArgumentParser) -> None:
-    """Options of `pearl simulate selection` and `gate`."""
-    parser.add_argument("--settings", type=int, default=300, metavar="N", help="random settings (default: 300)")
-    parser.add_argument("--seed", type=int, default=0, help="of the first one (default: 0)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes (default: 1)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
-def add_table2(parser: argparse.ArgumentParser) -> None:
-    """Options of `pearl simulate table2`."""
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (default: 0)")
-    parser.add_argument(
-        "--turns", type=int, default=200, metavar="N", help="cut trajectories there: faster (default: 200)"
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def selection(arguments: argparse.Namespace) -> int:
     """Regret of the planner and of baselines over random settings."""
     from services.simulator.whatif import selection as harness

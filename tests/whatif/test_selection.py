@@ -9,7 +9,7 @@ import json
 
 import pytest
 
-from services.cli import simulate_selection
+from services.cli import simulate_options, simulate_selection
 from services.jobfile import ConfigError
 from services.simulator.whatif import gate, selection, table2
 from services.simulator.whatif.judge import Change, Judge, Noise, Site, Turn, Workers
@@ -107,7 +107,7 @@ def arguments(add: object, *words: str) -> object:
 
 def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--settings", "2", "--seed", "4", "--json")
-    assert simulate_selection.gate(arguments(simulate_selection.add_selection, *words)) == 0  # type: ignore[arg-type]
+    assert simulate_selection.gate(arguments(simulate_options.add_selection, *words)) == 0  # type: ignore[arg-type]
     found = json.loads(capsys.readouterr().out)
     assert found["windows"] == 2 and set(found["gates"]) == {"planner", "eq. 7", "always", "never"}
 
@@ -115,4 +115,4 @@ def test_the_command_prints_json(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("words", [("--settings", "0"), ("--jobs", "0"), ("--seed", "-1"), ("--settings", "10001")])
 def test_senseless_numbers_are_refused(words: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError, match=words[0]):
-        simulate_selection.selection(arguments(simulate_selection.add_selection, *words))  # type: ignore[arg-type]
+        simulate_selection.selection(arguments(simulate_options.add_selection, *words))  # type: ignore[arg-type]
