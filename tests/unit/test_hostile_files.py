@@ -244,3 +244,10 @@ def test_known_traps_of_parsers(name: str, content: bytes, tmp_path: Path) -> No
     path = written(tmp_path, name, content)
     found = taken(lambda: USES[name](path) or path)
     assert found is None or (name, content) == ("job.toml", b""), "none of these is any such file"
+
+
+def test_a_shard_with_a_name_too_long_for_the_system_is_missing(tmp_path: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "9" * 5000}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"9999"):
+        weight_files(tmp_path)
