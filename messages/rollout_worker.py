@@ -84,6 +84,7 @@ class Generate(Bulk, frozen=True, kw_only=True, tag="request.generate/1", gc=Fal
     bootstrap_host: str = ""
     bootstrap_port: int = 0
     bootstrap_room: int = -1
+    hold_ms: int = 0  # a token may wait so long for others, so that chunks are fewer: nobody reads along
 
 
 # agent | gateway -> rollout_worker. Core NATS, best effort.

@@ -46,6 +46,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     min_version: PolicyVersion
     last_worker: str = ""
     max_version: int = -1  # no token of a newer policy is taken: the request fails then; -1: any
+    hold_ms: int = 0  # how long the worker may hold tokens back, so that chunks are fewer
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -288,6 +289,7 @@ class RequestState:
             bootstrap_host=host,
             bootstrap_port=int(port) if port.isdecimal() else 0,
             bootstrap_room=event.room,
+            hold_ms=spec.hold_ms,
         )
         if not event.prefill_worker:
             return (Run((decode_side,)),)

@@ -52,7 +52,8 @@ from services.rollout_worker.core import (
     TakeRole,
 )
 from services.rollout_worker.engines import make_engine
-from services.rollout_worker.engines.base import Engine, EngineError, GenerateSpec
+from services.rollout_worker.engines.base import Engine, EngineError, GenerateSpec, Tokens
+from services.rollout_worker.held import Held
 from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, Subscription
 from services.runtime.clock import now_ms
 from services.runtime.core import Input, Note, Refuse, Send
@@ -100,6 +101,7 @@ class _Attempt:
         self.request = request
         self.silent = role is Role.PREFILL
         self.offset = len(request.prefix)  # of the next token
+        self.held = Held(request.hold_ms)
         self.heard_of = _now_s()  # when its edge last got a chunk
         self.task: asyncio.Task[None] | None = None
 
@@ -266,7 +268,7 @@ class RolloutWorker:
                 if attempt.silent:
                     continue
                 if now - attempt.heard_of >= LIVENESS_MS / 1000:
-                    await self._chunk(attempt, [], [])
+                    await self._send(attempt, attempt.held.rest() or self._nothing(attempt))
 
     async def _watch_engine(self) -> None:
         raise EngineFailedError(await self._engine.failed())
@@ -369,7 +371,7 @@ class RolloutWorker:
         if refusal:
             self.refused += 1
             self._remember(request)
-            await self._chunk(attempt, [], [], finish="refused", reason=refusal)
+            await self._send(attempt, self._nothing(attempt, "refused", refusal))
             return
         assert self._tasks is not None
         self._attempts[key] = attempt
@@ -415,44 +417,33 @@ class RolloutWorker:
                 attempt.offset += len(chunk.tokens)
                 if chunk.finish:
                     finish = chunk.finish
-                await self._chunk(
-                    attempt,
-                    chunk.tokens,
-                    chunk.logprobs,
-                    version=chunk.version,
-                    finish=chunk.finish,
-                    reason=chunk.reason,
-                    cached=chunk.cached_tokens,
-                )
+                for ready in attempt.held.add(chunk, _now_s()):
+                    await self._send(attempt, ready)
         finally:
             await _close(stream)
             self._remember(request)
             if begun:
                 self._log_attempt(attempt, start, finish)
 
-    async def _chunk(
-        self,
-        attempt: _Attempt,
-        tokens: list[int],
-        logprobs: list[float],
-        *,
-        version: Any = None,
-        finish: str = "",
-        reason: str = "",
-        cached: int = 0,
-    ) -> None:
+    def _nothing(self, attempt: _Attempt, finish: str = "", reason: str = "") -> Tokens:
+        """A chunk that says something else than tokens."""
+        return Tokens(
+            offset=attempt.offset, tokens=[], logprobs=[], version=self.state.version, finish=finish, reason=reason
+        )
+
+    async def _send(self, attempt: _Attempt, tokens: Tokens) -> None:
         chunk = TokenChunk(
             request=attempt.request.request,
             attempt=attempt.request.attempt,
             worker=self._worker,
             incarnation=self._incarnation,
-            offset=attempt.offset - len(tokens),
-            tokens=tokens,
-            logprobs=logprobs,
-            version=self.state.version if version is None else version,
-            finish=finish,
-            reason=reason,
-            cached_tokens=cached,
+            offset=tokens.offset,
+            tokens=tokens.tokens,
+            logprobs=tokens.logprobs,
+            version=tokens.version,
+            finish=tokens.finish,
+            reason=tokens.reason,
+            cached_tokens=tokens.cached_tokens,
         )
         attempt.heard_of = _now_s()
         if not await self._publish(attempt.request.reply, chunk):
@@ -530,6 +521,8 @@ def problem_of(request: Generate, job: str) -> str:
         return f"request {brief(request.request, 80)!r} attempt {request.attempt}: no id, or attempts count from 1"
     if not (math.isfinite(request.temperature) and request.temperature >= 0):
         return f"temperature {request.temperature} is not a finite number from 0"
+    if not 0 <= request.hold_ms <= LIVENESS_MS:
+        return f"hold_ms = {request.hold_ms} is not from 0 to {LIVENESS_MS}"
     if request.max_new_tokens < 1:
         return f"max_new_tokens = {request.max_new_tokens}: nothing to generate"
     return ""

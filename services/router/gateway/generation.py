@@ -40,6 +40,9 @@ RETRY_AFTER_S: Final = 1
 PLAIN: Final = "http-"
 """Ids of requests outside of any session begin with it."""
 SEED_BITS: Final = 53
+HOLD_MS: Final = 100
+"""How long a worker may hold tokens of a reply that is sent whole: a tenth of what its client would call slow, and of what a
+request that is aborted, or loses its worker, has to do without."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -70,13 +73,18 @@ class Choice:
         self._seen = 0
         self._wake = wake
 
+    @property
+    def read_along(self) -> bool:
+        """Whether somebody wants its tokens before the last has come."""
+        return self._wake is not None or bool(self.text.stops)
+
     def on_tokens(self, state: RequestState) -> int | None:
         """Called by the edge with each chunk."""
         if self.on_first is not None:
             self.on_first()
             self.on_first = None
-        if self._wake is None and not self.text.stops:
-            return None  # nobody reads along
+        if not self.read_along:
+            return None
         tokens = state.tokens
         new = tokens[self._seen :]
         self._seen = len(tokens)
@@ -201,6 +209,7 @@ class Generation:
             min_version=PolicyVersion(max(0, sampling.min_version)),
             max_version=sampling.max_version,
             last_worker=last_worker,
+            hold_ms=0 if choice.read_along else HOLD_MS,
         )
         self.in_flight += 1
         self._running.add(request)
