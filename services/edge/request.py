@@ -34,7 +34,7 @@ from services.edge.request_state import (
     WorkerLost,
     is_lost,
 )
-from services.runtime.bus import Bus, BusUnavailable, Delivery, NoReply, Subscription
+from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, NoReply, Subscription
 from services.runtime.log import get_logger
 
 __all__ = [
@@ -53,7 +53,11 @@ ASSIGN_TIMEOUT_S: Final = 2.0
 """A router answers within milliseconds; one that died with the question in hand is asked again after this."""
 GONE_GRACE_S: Final = 0.02
 """A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
-
+FEW: Final = 4
+"""So many requests or fewer: each message goes out at once. With more, those of several requests go out together."""
+GATHER_S: Final = 0.003
+"""For so long messages gather then: one write for many requests costs the sender, the broker and the worker little more than one
+for one (docs/gateway.md), and no reply of a model is so short that its client would notice."""
 
 log = get_logger("edge")
 
@@ -134,6 +138,9 @@ class RequestEdge:
         self._running: dict[str, _Running] = {}
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
+        self._gathered: list[tuple[str, bytes]] = []
+        self._gathering = False
+        self._sender: asyncio.Task[None] | None = None
         if replica is not None:
             replica.on_change(self._on_table)
 
@@ -235,8 +242,28 @@ class RequestEdge:
             await self._send(f"pearl.{self._job}.gen.{worker}", encode(cancel.message))
 
     async def _send(self, subject: str, data: bytes) -> None:
-        with contextlib.suppress(BusUnavailable):
-            await self._bus.publish(subject, data)
+        """What is lost here shows as silence, as what is lost later does."""
+        if len(self._running) <= FEW and not self._gathering:
+            with contextlib.suppress(BusUnavailable):
+                await self._bus.publish(subject, data)
+            return
+        self._gathered.append((subject, data))
+        if not self._gathering:
+            self._gathering = True
+            asyncio.get_running_loop().call_later(GATHER_S, self._send_later)
+
+    def _send_later(self) -> None:
+        self._sender = asyncio.get_running_loop().create_task(self._send_gathered(), name="request-edge-send")
+
+    async def _send_gathered(self) -> None:
+        while self._gathered:
+            messages, self._gathered = self._gathered, []
+            for subject, data in messages:
+                try:
+                    await self._bus.publish(subject, data)
+                except BusError as error:
+                    log.warning(f"a message on {subject} was lost: {error}", action="edge.lost")
+        self._gathering = False
 
     async def _read(self, subscription: Subscription) -> None:
         async for delivery in subscription:

@@ -8,6 +8,8 @@ import socket
 import pytest
 
 from messages.agent import NotNow
+from services.edge.request import FEW
+from services.router.gateway.generation import HOLD_MS
 from tests.gateway_world import MODEL, World, chat, hello, said
 
 
@@ -169,6 +171,33 @@ async def test_versions_are_asked_for_and_told() -> None:
         world.fleet.version = 4
         world.fleet.release.set()
         assert (await request)["error"]["code"] == "version_unavailable"
+
+
+async def test_only_replies_that_nobody_reads_along_come_in_fewer_chunks() -> None:
+    async with World() as world:
+        body = {"input_ids": [72], "sampling_params": {"max_new_tokens": 8}}
+        await world.post("/generate", body)
+        await world.events("/generate", body)
+        await world.post("/v1/chat/completions", chat("Hi"))
+        await world.post("/v1/chat/completions", chat("Hi", stop="zebra"))
+        assert [message.hold_ms for message in world.fleet.generates] == [HOLD_MS, 0, HOLD_MS, 0]
+
+
+async def test_messages_of_many_requests_go_out_together_each_once_and_a_cancel_after_its_request() -> None:
+    many = 4 * FEW
+    async with World() as world:
+        world.fleet.script.extend(["hold:3"] * many)
+        running = [asyncio.create_task(world.post("/v1/chat/completions", chat("Hi"))) for _ in range(many)]
+        async with asyncio.timeout(10):
+            while len(world.fleet.generates) < many:
+                await asyncio.sleep(0)
+            running[0].cancel()
+            await world.fleet.cancelled.wait()
+        world.fleet.release.set()
+        replies = await asyncio.gather(*running[1:])
+        assert {reply["choices"][0]["message"]["content"] for reply in replies} == {"Hello, world!"}
+        assert len({message.request for message in world.fleet.generates}) == len(world.fleet.generates) == many
+        assert len(world.fleet.cancels) == 1
 
 
 async def test_too_much_at_once_is_429() -> None:

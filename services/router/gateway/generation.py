@@ -41,8 +41,8 @@ PLAIN: Final = "http-"
 """Ids of requests outside of any session begin with it."""
 SEED_BITS: Final = 53
 HOLD_MS: Final = 100
-"""How long a worker may hold tokens of a reply that is sent whole: a tenth of what its client would call slow, and of what a
-request that is aborted, or loses its worker, has to do without."""
+"""How long a worker may hold tokens of a reply that is sent whole, and that nobody trains on: so much a request that is aborted, or
+loses its worker, has to do without."""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
@@ -192,8 +192,9 @@ class Generation:
         session: str,
         on_interruption: OnInterruption,
         last_worker: str = "",
+        hold_ms: int = 0,
     ) -> Reply:
-        """One reply, into `choice`. Raises ApiError."""
+        """One reply, into `choice`. Raises ApiError. `hold_ms`: unless somebody reads along, tokens may come so late."""
         loop = asyncio.get_running_loop()
         began = loop.time()
         if request in self._running:
@@ -209,7 +210,7 @@ class Generation:
             min_version=PolicyVersion(max(0, sampling.min_version)),
             max_version=sampling.max_version,
             last_worker=last_worker,
-            hold_ms=0 if choice.read_along else HOLD_MS,
+            hold_ms=0 if choice.read_along else hold_ms,
         )
         self.in_flight += 1
         self._running.add(request)

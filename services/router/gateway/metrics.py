@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Final
@@ -18,8 +19,7 @@ class Histogram:
 
     def add(self, seconds: float) -> None:
         """One observation."""
-        index = next((index for index, bound in enumerate(BUCKETS_S) if seconds <= bound), len(BUCKETS_S))
-        self._counts[index] += 1
+        self._counts[bisect_left(BUCKETS_S, seconds)] += 1
         self._sum += seconds
 
     def lines(self, name: str) -> list[str]:

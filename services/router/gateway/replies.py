@@ -9,7 +9,7 @@ from typing import Any
 
 from services.edge.request import Interruption
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import Choice, Generation, Sampling, spans_of
+from services.router.gateway.generation import HOLD_MS, Choice, Generation, Sampling, spans_of
 from services.router.gateway.server import Call
 from services.router.gateway.sessions import NO_PARENT, Asked, Session, Turn, session_of
 from services.router.gateway.trajectories import Trajectories
@@ -37,7 +37,13 @@ class Replies:
     ) -> None:
         """A reply outside of any session."""
         await self._generation.run(
-            choice, prompt, sampling, request=request, session=affinity, on_interruption=self._count
+            choice,
+            prompt,
+            sampling,
+            request=request,
+            session=affinity,
+            on_interruption=self._count,
+            hold_ms=HOLD_MS,
         )
 
     async def turn(

@@ -67,9 +67,10 @@ class Endpoint(msgspec.Struct, frozen=True, kw_only=True):
 
 def answer(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     """A JSON answer. `Any`: whatever msgspec encodes."""
-    response = web.Response(body=msgspec.json.encode(body), status=status, headers=headers, content_type=JSON)
-    response.headers["Server"] = SERVER
-    return response
+    head = {"Content-Type": JSON, "Server": SERVER}
+    if headers:
+        head.update(headers)
+    return web.Response(body=msgspec.json.encode(body), status=status, headers=head)
 
 
 def refusal(error: ApiError, *, close: bool = False) -> web.Response:
@@ -271,8 +272,11 @@ class HttpServer:
         ):
             raise of_status(415, f"send {JSON}, not {request.content_type[:80]}")
         try:
-            if request.content.is_eof():  # all of it is there: no need for a timer
-                return await request.read()
+            if request.content.is_eof():  # all of it is there
+                body = request.content.read_nowait()
+                if len(body) > self._config.max_body_bytes:  # it came in pieces of which none told of the others
+                    raise self._too_large()
+                return body
             async with asyncio.timeout(self._config.receive_s):
                 return await request.read()
         except TimeoutError:
