@@ -162,7 +162,10 @@ class EmulationSection(_Section, frozen=True, kw_only=True):
 
 
 class TrainingSection(_Section, frozen=True, kw_only=True):
-    engine: str = "torch"  # "torch", or "emulated": the same messages and checkpoints, nothing is computed
+    engine: str = "torch"  # "torch"; "external": one of your own, docs/trainers.md; "emulated": nothing is computed
+    command: tuple[
+        str, ...
+    ] = ()  # engine "external": what the node agent runs; "python" is the interpreter of PEARL itself
     ranks: PositiveInt = 1  # FSDP2 processes; one a training GPU on a cluster
     lr: PositiveFloat = 3e-3  # constant after warm-up; fits the built-in tiny model, real models want about 1e-6
     warmup_steps: NonNegativeInt = 0

@@ -9,13 +9,13 @@ import msgspec
 
 from services.jobfile import ConfigError, JobFile
 
-ENGINES: Final = ("torch", "emulated")
+ENGINES: Final = ("torch", "emulated", "external")
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """One frozen configuration for all ranks."""
 
-    engine: str  # "torch" | "emulated"
+    engine: str  # "torch" | "emulated" | "external"
     seed: int
     ranks: int
     device: str
@@ -54,10 +54,19 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
         training = job.training
         if training.engine not in ENGINES:
             raise ConfigError(f"training.engine = {training.engine!r}: there is {', '.join(ENGINES)}")
-        if training.engine == "torch" and job.rollout.engine == "emulated":
-            raise ConfigError('training.engine = "torch" needs the tokens of a model: set rollout.engine = "torch" too')
+        if training.engine != "emulated" and job.rollout.engine == "emulated":
+            raise ConfigError(
+                f'training.engine = "{training.engine}" needs the tokens of a model: set rollout.engine = "torch" too'
+            )
         if training.engine == "emulated" and job.rollout.engine != "emulated":
             raise ConfigError('training.engine = "emulated" makes no weights: set rollout.engine = "emulated" too')
+        if training.engine == "external" and not training.command and job.decision.lending:
+            raise ConfigError(
+                "decision.lending = true with a trainer that nobody here could stop if it kept its GPUs: "
+                "give training.command, so that the node agent runs it"
+            )
+        if training.engine != "external" and training.command:
+            raise ConfigError(f'training.command is for training.engine = "external", not "{training.engine}"')
         return Config(
             engine=training.engine,
             seed=job.job.seed,

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from asyncio.subprocess import Process
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -48,6 +49,37 @@ async def keep_ranks(job_path: Path, ranks: int, stop: asyncio.Event) -> None:
         if quick >= MAX_QUICK_ENDS:
             raise RanksFailedError(f"{quick} times in a row within {QUICK_S:.0f} s of the start: {ended}")
         await asyncio.sleep(RESTART_S)
+
+
+async def keep_command(job_path: Path, command: Sequence[str], stop: asyncio.Event) -> None:
+    """Run a trainer that is not ours until `stop`, or for as long as it runs. Without a command: until `stop`.
+
+    It finds the job file in PEARL_JOB_FILE, and is in this process's group, so that whoever kills that gets both. Raises
+    RanksFailedError if it ends by itself: it is the node agent's to start again.
+    """
+    if not command:
+        await stop.wait()
+        return
+    program = sys.executable if command[0] == "python" else command[0]
+    try:
+        process = await asyncio.create_subprocess_exec(
+            program, *command[1:], env={**os.environ, "PEARL_JOB_FILE": str(job_path)}
+        )
+    except OSError as error:
+        raise RanksFailedError(f"training.command: {program} cannot be run: {error.strerror or error}") from error
+    ended, stopping = asyncio.create_task(process.wait()), asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((ended, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not stop.is_set():
+            raise RanksFailedError(f"the trainer ({' '.join(command)}) ended with status {ended.result()}")
+        if process.returncode is None:
+            process.terminate()
+        await ended
+    finally:
+        stopping.cancel()
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def _run_group(job_path: Path, ranks: int, stop: asyncio.Event) -> str:

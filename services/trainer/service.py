@@ -34,7 +34,7 @@ from services.jobfile import JobFile
 from services.runtime.bus import Bus, BusError, BusUnavailable, Delivery, Subscription
 from services.runtime.log import get_logger
 from services.trainer.config import Config
-from services.trainer.launch import keep_ranks
+from services.trainer.launch import keep_command, keep_ranks
 from services.trainer.metrics import Metrics
 from services.trainer.turns import UnusableBatchError
 
@@ -50,6 +50,10 @@ log = get_logger("trainer")
 
 async def serve(job: JobFile, stop: asyncio.Event, job_path: Path) -> None:
     """Serve until `stop`, with all ranks. Raises RanksFailedError, ConfigError, BusUnavailable."""
+    if job.training.engine == "external":
+        Config.of(job)
+        await keep_command(job_path, job.training.command, stop)
+        return
     if job.training.ranks == 1 or job.training.engine == "emulated":
         await serve_ranks(job, stop)
         return
