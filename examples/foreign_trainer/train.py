@@ -1,7 +1,7 @@
 """A trainer that is not PEARL's: transformers' model, torch's optimiser, a loop of its own. Of PEARL it knows the bridge only.
 
-The node agent runs it (`training.command` in job.toml). What it learns from is a group-relative policy gradient, corrected for tokens
-of an older version; what makes it a trainer of the job is between the two lines of the bridge.
+The node agent runs it (`training.command` in job.toml). What it learns by is PPO's clipped objective on group-relative advantages,
+against the log-probabilities that the batch came with; what makes it a trainer of the job is between the two lines of the bridge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from services.trainer.bridge import PearlTrainer, Trajectory
 EPOCHS = 4
 LEARNING_RATE = 4e-3
 ENTROPY = 0.01
-CAP = 2.0
+CLIP = 0.2
 
 
 class Learner:
@@ -83,9 +83,10 @@ class Learner:
             logits = self.model(input_ids=tokens, attention_mask=present.long()).logits[:, :-1]
             distribution = (logits / self.temperature).log_softmax(-1)
             current = distribution.gather(-1, tokens[:, 1:, None]).squeeze(-1)
-            ratio = (current - behaviour[:, 1:]).exp().clamp(max=CAP)
+            ratio = (current - behaviour[:, 1:]).exp()
+            gain = torch.minimum(ratio * advantages[:, None], ratio.clamp(1 - CLIP, 1 + CLIP) * advantages[:, None])
             entropy = -(distribution.exp() * distribution).sum(-1)
-            loss = -((ratio * advantages[:, None] + ENTROPY * entropy) * mask).sum() / mask.sum()
+            loss = -((gain + ENTROPY * entropy) * mask).sum() / mask.sum()
             self.optimizer.zero_grad()
             loss.backward()
             norms.append(float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)))

@@ -67,9 +67,7 @@ class Foreign(Rig):
     async def loop(self, work: Callable[[Desk], Any]) -> AsyncIterator[asyncio.Task[Any]]:
         """The protocol, and `work` in the caller's thread."""
         stop = asyncio.Event()
-        self.running = asyncio.create_task(
-            Trainer(self.job, self.broker.connect(), parts=(self.desk, build)).run(stop)
-        )
+        self.running = asyncio.create_task(Trainer(self.job, self.broker.connect(), parts=(self.desk, build)).run(stop))
         caller = asyncio.create_task(asyncio.to_thread(work, self.desk))
         try:
             yield caller
@@ -198,8 +196,11 @@ def job(folder: Path, more: str) -> Path:
 @pytest.mark.parametrize(
     ("more", "named"),
     [
-        ("[training]", 'training.engine = \'torch\'; a trainer of your own is "external"'),
-        ('[decision]\nlending = true\n[training]\nengine = "external"\ncommand = ["python"]', "needs offload and reload"),
+        ("[training]", "training.engine = 'torch'; a trainer of your own is \"external\""),
+        (
+            '[decision]\nlending = true\n[training]\nengine = "external"\ncommand = ["python"]',
+            "needs offload and reload",
+        ),
         ('[decision]\nlending = true\n[training]\nengine = "external"', "give training.command"),
         ('[training]\ncommand = ["python"]', "training.command is for"),
         ('[rollout]\nengine = "emulated"\n[training]\nengine = "external"', "needs the tokens of a model"),
