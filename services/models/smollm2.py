@@ -145,7 +145,7 @@ def _write_tokenizer(fields: Fields, draft: Path) -> None:
     kinds: list[int] = fields["tokenizer.ggml.token_type"]
     tokenizer.add_special_tokens([word for word, kind in zip(words, kinds, strict=True) if kind == SPECIAL])
     tokenizer.save(str(draft / "tokenizer.json"))
-    told = {
+    told: dict[str, Any] = {
         "bos_token": words[fields["tokenizer.ggml.bos_token_id"]],
         "eos_token": words[fields["tokenizer.ggml.eos_token_id"]],
         "chat_template": fields["tokenizer.chat_template"],

@@ -29,13 +29,18 @@ needs_weights = pytest.mark.skipif(
 )
 
 
+def clear(folder: Path) -> None:
+    """Half a gigabyte is not to be kept with the last runs' folders."""
+    for file in folder.iterdir():
+        file.unlink()
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = smollm2.prepare(tmp_path_factory.mktemp("models") / "smollm2")
     assert smollm2.prepare(folder) == folder, "what is there is not made again"
     yield folder
-    for file in folder.iterdir():  # half a gigabyte: not to be kept with the last runs' folders
-        file.unlink()
+    clear(folder)
 
 
 @needs_weights
@@ -69,8 +74,7 @@ async def test_it_loads_and_says_what_any_model_of_english_would(model: Path) ->
         chunks = [chunk async for chunk in engine.generate(spec)]
     finally:
         await engine.stop()
-        for file in Path(snapshot.uri).iterdir():
-            file.unlink()
+        clear(Path(snapshot.uri))
     said = tokenizer.decode([token for chunk in chunks for token in chunk.tokens])
     assert said.startswith(" Paris"), said
     assert chunks[-1].finish in ("stop", "length")
