@@ -110,6 +110,7 @@ class Session(msgspec.Struct, kw_only=True):
     asked: int = 0
     running: int = 0
     ending: bool = False  # its trajectory is being written
+    owner: bytes = b""  # digest of the key that is needed to end it; empty: none is
     superseded: bool = False  # another process writes this trajectory now
     journal_seq: int = 0  # last sequence on the trajectory's subject
     heads: dict[bytes, int] = {}  # conversation including a reply -> turn

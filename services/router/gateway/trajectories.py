@@ -174,6 +174,12 @@ class Trajectories:
         session.secret = digest_of(key)
         return key
 
+    def owner_key_of(self, session: Session) -> str:
+        """A key that is needed from now on to end the session. Made once; only its digest is kept."""
+        key = secrets.token_urlsafe(24)
+        session.owner = digest_of(key)
+        return key
+
     def now_ms(self) -> int:
         """By the clock that sessions go by."""
         return self._clock()
