@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ssl
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -15,6 +16,9 @@ from services.jobfile import ConfigError
 
 WAIT_S: Final = 5.0
 """For a task, in the gateway."""
+IDLE_S: Final = 30.0
+"""A session of a runner that was killed is abandoned after so long: its task is then tried again."""
+KEEP_S: Final = IDLE_S / 4
 TRIES: Final = 20
 """Of posting a reward: the gateway may be busy with the program's last request, or without its bus."""
 
@@ -81,9 +85,16 @@ class GatewayClient:
         if not url:
             raise GatewayError("no gateway runs", 0.5)
         models = msgspec.json.decode(await self._call("GET", f"{url}/v1/models"), type=_Models)
-        body = {"wait_s": WAIT_S, "owner_key": True}
+        body = {"wait_s": WAIT_S, "owner_key": True, "idle_s": IDLE_S}
         session = msgspec.json.decode(await self._call("POST", f"{url}/v1/sessions", body), type=Session)
         return msgspec.structs.replace(session, url=url, model=models.data[0].id)
+
+    async def keep(self, session: Session) -> None:
+        """Until cancelled: keep a session open, however seldom its program asks. What the gateway answers is its program's to learn."""
+        while True:
+            await asyncio.sleep(KEEP_S)
+            with contextlib.suppress(GatewayError):
+                await self._call("GET", f"{session.url}/v1/sessions/{session.id}", None, self._owner(session))
 
     async def post(self, session: Session, reward: Post) -> None:
         """End it with a reward: its trajectory is in the stream on return. Raises GatewayError."""

@@ -89,6 +89,7 @@ class Runner:
 
     async def _episode(self, gateway: GatewayClient, session: Session) -> None:
         ended = None
+        keeping = asyncio.create_task(gateway.keep(session))
         try:
             ended = await play(self.config, session)
             if isinstance(ended.what, GiveUp):
@@ -105,6 +106,7 @@ class Runner:
             log.warning(f"{session.trajectory}: {error}", action="reward_lost")
             ended = None
         finally:
+            keeping.cancel()
             if ended is None or isinstance(ended.what, GiveUp):
                 self.given_up += 1
                 try:

@@ -188,6 +188,41 @@ async def test_sessions_that_nobody_ends_are_abandoned_counted_and_never_trained
         assert busy["status"] == "open"
 
 
+async def test_a_session_with_an_owner_is_ended_by_its_key_alone_and_kept_by_it() -> None:
+    async with World(by_seed, session_idle_ms=100_000) as world:
+        for member in range(2):
+            await world.give(task_of(f"b3-g0-m{member}"))
+        session, key = await opened(world, owner_key=True, idle_s=10)
+        _, other = await opened(world)
+        path, owner = f"/v1/sessions/{session['id']}", {"X_Session_Owner": session["owner_key"]}
+        await speak(world, key, "Hi")
+        for wrong in (key, {}, {"X_Session_Owner": "guess"}, {"X_Session_Owner": ""}):
+            answer = await world.post(f"{path}/reward", {"reward": 1}, status=403, **wrong)
+            assert answer["error"]["code"] == "owner_key_needed"
+        assert (await world.post(f"{path}/reward", {"reward": 1}, status=403, **owner, **other))["error"]
+        async with world.http.delete(path) as response:
+            assert response.status == 403
+        for _ in range(3):  # kept by its owner, not by anybody else's looking
+            world.clock.advance(6000)
+            async with world.http.get(path, headers={"X-Session-Owner": session["owner_key"]}) as response:
+                assert response.status == 200
+            await world.gateway.trajectories.look_after()
+        assert world.gateway.trajectories.book.abandoned == 0
+        result = await world.post(f"{path}/reward", {"reward": 1}, **owner, **key)
+        assert result["status"] == "completed"
+
+        await world.give(task_of("b3-g0-m2"))
+        session, _ = await opened(world, owner_key=True, idle_s=10)
+        world.clock.advance(6000)
+        await world.get(f"/v1/sessions/{session['id']}")
+        world.clock.advance(6000)
+        await world.gateway.trajectories.look_after()
+        assert world.gateway.trajectories.book.abandoned == 1
+        assert [end.reason for end in await world.ends() if end.status == "failed"] == [
+            "nobody talked to its session for 12 s"
+        ]
+
+
 async def test_a_gateway_that_stops_gives_its_tasks_to_another() -> None:
     async with World(by_seed) as world:
         await world.give(task_of())

@@ -29,15 +29,19 @@ class SessionApi:
         told = {**described(session), "key": self._trajectories.key_of(session)}
         if body.owner_key:
             told["owner_key"] = self._trajectories.owner_key_of(session)
+        session.idle_ms = None if body.idle_s is None else round(body.idle_s * 1000)
         return answer(told, 201)
 
     async def show(self, call: Call) -> web.StreamResponse:
-        """GET /v1/sessions/{id}"""
+        """GET /v1/sessions/{id}. With its owner's key it keeps the session from being abandoned."""
         result = self._trajectories.book.result(call.rest)
         if result is not None:
             self._check_owner(call)
             return answer(msgspec.structs.asdict(result))
-        return answer(described(self._find(call)))
+        session = self._find(call)
+        if session.owner and self._owns(call, session):
+            session.touched_ms = self._trajectories.now_ms()
+        return answer(described(session))
 
     async def trajectory(self, call: Call) -> web.StreamResponse:
         """GET /v1/sessions/{id}/trajectory: the tokens of its path so far."""
@@ -81,11 +85,15 @@ class SessionApi:
 
     def _find_owned(self, call: Call) -> Session:
         session = self._find(call)
-        if session.owner and not hmac.compare_digest(digest_of(call.header("X-Session-Owner")), session.owner):
+        if session.owner and not self._owns(call, session):
             raise ApiError(
                 403, "this session is ended with its owner's key, in X-Session-Owner", code="owner_key_needed"
             )
         return session
+
+    @staticmethod
+    def _owns(call: Call, session: Session) -> bool:
+        return hmac.compare_digest(digest_of(call.header("X-Session-Owner")), session.owner)
 
     @staticmethod
     def _check_owner(call: Call) -> None:

@@ -111,6 +111,7 @@ class Session(msgspec.Struct, kw_only=True):
     running: int = 0
     ending: bool = False  # its trajectory is being written
     owner: bytes = b""  # digest of the key that is needed to end it; empty: none is
+    idle_ms: int | None = None  # of its own, where that is less than the gateway's
     superseded: bool = False  # another process writes this trajectory now
     journal_seq: int = 0  # last sequence on the trajectory's subject
     heads: dict[bytes, int] = {}  # conversation including a reply -> turn
@@ -347,9 +348,12 @@ class SessionBook:
         return tuple(self._open.values())
 
     def idle(self, now_ms: int, idle_ms: int) -> tuple[Session, ...]:
-        """Sessions that nobody has talked to for so long."""
+        """Sessions that nobody has talked to for so long, or for as long as they say."""
         return tuple(
-            session for session in self._open.values() if not session.running and now_ms - session.touched_ms >= idle_ms
+            session
+            for session in self._open.values()
+            if not session.running
+            and now_ms - session.touched_ms >= min(idle_ms, idle_ms if session.idle_ms is None else session.idle_ms)
         )
 
     def close(self, session: Session, result: Result) -> None:

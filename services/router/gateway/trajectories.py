@@ -374,7 +374,7 @@ class Trajectories:
         """What `keep` does, once."""
         now = self._clock()
         for session in self.book.idle(now, self._config.session_idle_ms):
-            await self.abandon(session, f"nobody talked to its session for {self._config.session_idle_ms / 1000:g} s")
+            await self.abandon(session, f"nobody talked to its session for {(now - session.touched_ms) / 1000:g} s")
         if now - self._progress_ms >= self._config.ack_wait_s * 1000 / PROGRESS_SHARE and self._consumer is not None:
             self._progress_ms = now
             for delivery in list(self._held.values()):
