@@ -225,7 +225,11 @@ class HarnessSection(_Section, frozen=True, kw_only=True):
     gateway: str = ""  # URL, e.g. "https://gateway:8000"; "": this job's own gateways, on this machine
     api_key_file: str = ""  # its first line opens sessions; "": gateway.api_keys_file
     ca_file: str = ""  # PEM of the authority that signed the gateway's certificate; "": the system's
-    command: tuple[str, ...] = ("{python}", "-m", "services.harness.mini_swe_agent")  # an episode; {python}: this one
+    command: tuple[str, ...] = (
+        "{python}",
+        "-m",
+        "services.harness.mini_swe_agent",
+    )  # an episode; {python}: this interpreter, {harness}: folder of services/harness
     options: dict[str, object] = {}  # given to it as JSON in PEARL_OPTIONS
     environment: dict[str, str] = {}  # further environment variables of it; it inherits none
     reward: str = "tests"  # "tests": the task's hidden tests decide; "program": what it writes to PEARL_RESULT

@@ -38,6 +38,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def of(job: JobFile, index: int = 0) -> Config:
         """The configuration of runner `index`. Raises ConfigError."""
         harness = job.harness
+        here = str(Path(__file__).parent)
         own_python = harness.command[0] == "{python}"
         bounds = {"memory_bytes": harness.action_memory_bytes, "file_bytes": harness.file_bytes}
         action = Limits(
@@ -52,7 +53,9 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             gateway_files=tuple(job.gateway_file(each).absolute() for each in range(job.gateway.instances)),
             api_key=_first_key(harness.api_key_file, job.gateway.api_keys_file),
             ca_file=harness.ca_file,
-            command=tuple(sys.executable if each == "{python}" else each for each in harness.command),
+            command=tuple(
+                each.replace("{python}", sys.executable).replace("{harness}", here) for each in harness.command
+            ),
             options=harness.options,
             # Of a program in Python of ours: where PEARL is. It is nobody else's: their packages would mix.
             environment={"PYTHONPATH": str(_root()), **harness.environment} if own_python else harness.environment,

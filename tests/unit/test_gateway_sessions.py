@@ -87,10 +87,16 @@ async def test_a_session_is_named_by_header_and_its_key_opens_no_other() -> None
             assert response.status == 401
         bad = {"Authorization": key["Authorization"] + "x"}
         assert (await world.post("/v1/chat/completions", chat("Hi"), status=401, **bad))["error"]["code"]
-        assert (await world.post("/v1/chat/completions", chat("Hi"), status=404, X_Session_Id="nobody"))["error"][
-            "code"
-        ]
+        assert (await world.post("/v1/chat/completions", chat("Hi"), status=404, X_Session_Id="gw00000000-1-00000000"))[
+            "error"
+        ]["code"]
         await world.post("/v1/chat/completions", chat("Hi", n=2), status=400, **key)
+        # Clients name their own sessions so, for routers: with a session's key, and without any session of ours.
+        theirs = {"X_Session_Id": "0123456789abcdef"}
+        await world.post("/v1/chat/completions", chat("Hi", n=2), **theirs)
+        assert not world.fleet.generates[-1].request.startswith("b3-g0")
+        await world.post("/v1/chat/completions", chat("Hi"), **theirs, **key)
+        assert world.fleet.generates[-1].request.startswith(one["trajectory"])
 
 
 async def test_a_rewritten_history_is_a_branch_and_only_the_last_path_is_trained_on() -> None:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -33,6 +34,8 @@ REMEMBERED: Final = 4096
 
 KEY_PREFIX: Final = "pearl-"
 """Of the keys of sessions: "pearl-<session>.<secret>"."""
+SESSION_ID: Final = re.compile(r"gw[0-9a-f]{8}-[0-9]+-[0-9a-f]{8}")
+"""Of every session, of every gateway."""
 NO_PARENT: Final = -1
 
 
