@@ -18,6 +18,7 @@ import itertools
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,8 +48,8 @@ async def play(options: dict[str, Any]) -> dict[str, Any]:
 def task_of(taskset: Any, seed: int, most: int) -> Any:
     """The task that a seed stands for. Raises RuntimeError where there is none."""
     if not taskset.bounded:
-        return next(itertools.islice(taskset, seed % most, None))
-    tasks = list(taskset)
+        return next(cast("Iterator[Any]", itertools.islice(taskset, seed % most, None)))
+    tasks: list[Any] = list(taskset)
     if not tasks:
         raise RuntimeError("the taskset is empty")
     return tasks[seed % len(tasks)]

@@ -6,13 +6,16 @@ interpreter that has it (`pip install verifiers==0.4.0`), the first test plays w
 
 from __future__ import annotations
 
+import itertools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from messages.rollout_worker import Generate
 from services.environments.byte_tokenizer import ByteTokenizer
+from services.harness import verifiers_episode
 from tests.gateway_world import said
 from tests.integration.test_harness_runner import many
 
@@ -46,6 +49,22 @@ async def test_an_environment_of_verifiers_is_played_and_rewarded(tmp_path: Path
         assert {turn.action for turn in turns if turn.turn == 1} == {"Perhaps not."}
         report = await run.world.report()
         assert report.ok, report.violations
+
+
+def test_a_seed_stands_for_a_task() -> None:
+    class Bounded(list[str]):
+        bounded = True
+
+    class Endless:
+        bounded = False
+
+        def __iter__(self) -> Iterator[int]:
+            return itertools.count(10)
+
+    assert [verifiers_episode.task_of(Bounded("abc"), seed, 2) for seed in (0, 2, 4)] == ["a", "c", "b"]
+    assert [verifiers_episode.task_of(Endless(), seed, 5) for seed in (0, 4, 12)] == [10, 14, 12]
+    with pytest.raises(RuntimeError, match="empty"):
+        verifiers_episode.task_of(Bounded(), 1, 2)
 
 
 @pytest.mark.parametrize(
