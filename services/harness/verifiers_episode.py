@@ -14,6 +14,7 @@ reward is the trace's. Environments of several agents are refused: a session is 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import itertools
 import json
 import os
@@ -26,10 +27,8 @@ from typing import Any, cast
 async def play(options: dict[str, Any]) -> dict[str, Any]:
     """What is written to PEARL_RESULT. Raises RuntimeError where the episode failed."""
     # Any: verifiers is not in PEARL's environment, so nothing is known of its types
-    import verifiers.v1 as vf  # pyright: ignore[reportMissingImports]
-    from verifiers.v1.utils import loaders  # pyright: ignore[reportMissingImports]
-
-    vf, loaders = cast(Any, vf), cast(Any, loaders)
+    vf: Any = importlib.import_module("verifiers.v1")
+    loaders: Any = importlib.import_module("verifiers.v1.utils.loaders")
     env = loaders.load_environment(loaders.resolve_env_config(options["env"]))
     task = task_of(env.taskset, int(os.environ["PEARL_TASK_SEED"]), int(options.get("tasks", 1000)))
     client = vf.EvalClientConfig(base_url=os.environ["OPENAI_BASE_URL"], api_key_var="OPENAI_API_KEY")

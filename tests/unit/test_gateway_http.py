@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 
+import msgspec
 import pytest
 
 from messages.agent import NotNow
@@ -279,6 +281,9 @@ async def raw(world: World, data: bytes, *, half_close: bool = False) -> bytes:
         writer.close()
 
 
+BOMB = gzip.compress(b" " * 20_000_000)
+"""20 kB that become more than a body may have."""
+WHOLE = msgspec.json.encode(chat("Hi"))
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test\r\nContent-Type: application/json\r\n"
 
 
@@ -294,7 +299,17 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer 
         (HEAD + b"Content-Length: 100\r\n\r\n{", False, b"408"),  # slow
         (b"POST /v1/cha", False, b"408"),
         (HEAD + b"Content-Length: 999999999\r\n\r\n", False, b"413"),
-        (HEAD + b"Content-Length: 100\r\n\r\n{", True, b""),  # half closed: nobody is there any more
+        (HEAD + b"Content-Length: 100\r\n\r\n{", True, b"400"),  # half closed before it is whole
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", True, b"400"),
+        (b"POST /v1/cha", True, b"400"),
+        (HEAD.replace(b"sk-test", b"sk-none") + b"Content-Length: 100\r\n\r\n{", False, b"401"),
+        (HEAD + b"Content-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE, True, b""),  # whole, and nobody is there any more
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ", False, b"400"),
+        (HEAD + b"X-Session-Id: a\x00b\r\nContent-Length: 2\r\n\r\n{}", False, b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", False, b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), False, b"400"),  # TLS
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB, False, b"413"),
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!", False, b"400"),
     ],
 )
 async def test_malformed_slow_large_and_half_closed_requests(data, half_close, status) -> None:
