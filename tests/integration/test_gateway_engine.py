@@ -73,7 +73,7 @@ async def played(job: JobFile, folder: Path, tasks: list[RolloutTask], play: Pla
     """Play tasks one after another on a new engine: what a prefix cache holds shows in the last bits of log-probabilities."""
     job = msgspec.structs.replace(job, job=JobSection(name="demo", data_dir=str(folder)))
     async with World(job=job) as world:
-        await world.fleet.stop()
+        await world.cluster.stop()
         running, stop = await serve(world, folder)
         for task in tasks:
             await play(world, task)
@@ -91,7 +91,7 @@ def built_in(make_environment: Callable[[], Environment]) -> Player:
 
     async def play(world: World, task: RolloutTask) -> None:
         name = f"agent-{task.trajectory}"
-        edge = RequestEdge(world.broker.connect(), "demo", name, silence_ms=60_000, ask_router=world.fleet.assign)
+        edge = RequestEdge(world.broker.connect(), "demo", name, silence_ms=60_000, ask_router=world.cluster.assign)
         await edge.start()
         episode = Episode(
             task,

@@ -98,7 +98,7 @@ async def test_mini_swe_agent_solves_the_built_in_tasks_through_the_gateway(tmp_
     """Real commands in a real working copy; its model's replies are cut short, refused and lost on the way."""
     count = len(load_tasks(BUILT_IN))
     async with many(tmp_path, replies(BugFixer()), {}, silence_ms=300) as run:
-        run.world.fleet.script.extend(["cut:30", "whole", "refuse", "die:7", "whole", "lose", "cut:1"])
+        run.world.cluster.script.extend(["cut:30", "whole", "refuse", "die:7", "whole", "lose", "cut:1"])
         await run.give(count)
         ends = await run.ended(count)
         assert [(end.status, end.reward, end.turns) for end in ends] == [("completed", 1.0, 4)] * count
