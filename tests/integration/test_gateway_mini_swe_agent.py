@@ -26,9 +26,9 @@ from messages.rollout_worker import Drain
 from pearl_state.model import Move
 from services import jobfile
 from services.checker.core import Expected, Journalled, check
+from services.harness.bug_fixer import TURNS
 from services.harness.sandbox import Folders, Limits
 from services.harness.tasks import BUILT_IN, Task, grade, load_tasks, prepare
-from tests.bug_fixer import TURNS
 from tests.integration.test_gateway_clients import KEY, Served, on
 from tests.integration.test_pd_workers import JOB, until
 
@@ -39,7 +39,7 @@ EMULATED = (
     + """
 [emulation]
 time_scale = 8.0
-replies = "tests.bug_fixer:BugFixer"
+replies = "services.harness.bug_fixer:BugFixer"
 [pipeline]
 max_context_tokens = 50000
 [environment]

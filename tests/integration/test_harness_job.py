@@ -24,7 +24,7 @@ engine = "emulated"
 [emulation]
 time_scale = 20.0
 train_s = 1.0
-replies = "tests.bug_fixer:Learner"
+replies = "services.harness.bug_fixer:Sometimes"
 [environment]
 tokenizer = "services.environments.byte_tokenizer:ByteTokenizer"
 [gateway]

@@ -14,12 +14,12 @@ import pytest
 
 from messages.rollout_worker import Generate
 from services.harness import sandbox
+from services.harness.bug_fixer import BugFixer, Sometimes
 from services.harness.config import Config
 from services.harness.episode import marker_of
 from services.harness.service import Runner
 from services.harness.tasks import BUILT_IN, load_tasks
 from services.jobfile import GatewaySection, HarnessSection, JobFile, JobSection
-from tests.bug_fixer import BugFixer, Learner
 from tests.gateway_world import KEY, World, job_of, said, task_of
 
 CURL = """
@@ -112,7 +112,7 @@ async def test_mini_swe_agent_solves_the_built_in_tasks_through_the_gateway(tmp_
 
 
 async def test_a_group_has_the_rewards_that_its_members_earned(tmp_path: Path) -> None:
-    model = Learner()
+    model = Sometimes()
     async with many(tmp_path, replies(model), {}) as run:
         await run.give(4)
         ends = await run.ended(4)

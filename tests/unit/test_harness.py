@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 
@@ -101,6 +102,18 @@ async def test_a_cancelled_command_is_ended_first(folders: Folders) -> None:
 async def test_a_wrapper_goes_around_each_command(folders: Folders) -> None:
     wrapped = Limits(seconds=60, output_bytes=1000, wrapper=("/usr/bin/env", "INSIDE={folder}"))
     assert (await bash(folders, "echo $INSIDE", wrapped)).output == f"{folders.root}\n"
+
+
+async def test_a_wrapper_may_take_the_network_away(folders: Folders) -> None:
+    """As docs/harnesses.md says; with what every Linux has instead of bubblewrap."""
+    alone = ("unshare", "--map-root-user", "--net")
+    if (await bash(folders, "true", Limits(seconds=30, output_bytes=1000, wrapper=alone))).returncode:
+        pytest.skip("no new network namespaces here")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        reach = f"exec 3<>/dev/tcp/127.0.0.1/{listening.getsockname()[1]} && echo reached"
+        assert "reached" in (await bash(folders, reach)).output
+        wrapped = await bash(folders, reach, Limits(seconds=30, output_bytes=1000, wrapper=alone))
+    assert wrapped.returncode != 0 and "reached\n" not in wrapped.output
 
 
 def test_a_copy_follows_no_links_and_has_a_size(tmp_path: Path) -> None:
