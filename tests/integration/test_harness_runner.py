@@ -20,7 +20,7 @@ from services.harness.episode import marker_of
 from services.harness.service import Runner
 from services.harness.tasks import BUILT_IN, load_tasks
 from services.jobfile import GatewaySection, HarnessSection, JobFile, JobSection
-from tests.gateway_world import KEY, World, job_of, said, task_of
+from tests.gateway_world import KEY, TOKENIZER, World, job_of, said, task_of
 
 CURL = """
 import json, os, sys, urllib.error, urllib.request
@@ -120,6 +120,25 @@ async def test_a_group_has_the_rewards_that_its_members_earned(tmp_path: Path) -
         assert {end.reward for end in ends} == {0.0, 1.0}
         for end in ends:
             assert (end.reward == 1.0) == ("cat >" in second[end.trajectory].action)
+
+
+async def test_replies_that_mini_swe_agent_forgets_are_a_branch(tmp_path: Path) -> None:
+    """One without a command is left out of its history: docs/harnesses.md."""
+
+    class Vague(BugFixer):
+        def reply(self, prompt: Any, seed: int) -> list[int]:
+            if "Tool call error" not in TOKENIZER.decode(prompt):
+                return said("I shall look.")
+            return super().reply(prompt, seed)
+
+    async with many(tmp_path, replies(Vague()), {}) as run:
+        await run.give(1)
+        (end,) = await run.ended(1)
+        assert (end.status, end.reward, end.turns) == ("completed", 1.0, 4)
+        turns = await run.world.turns()
+        assert not any("I shall look" in turn.action for turn in turns)
+        assert "Tool call error" in TOKENIZER.decode(turns[0].prompt_new)
+        assert len(run.world.cluster.generates) == 5
 
 
 async def test_mini_swe_agents_limits_truncate_and_are_graded(tmp_path: Path) -> None:
