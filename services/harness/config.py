@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import ssl
 import sys
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 import services
-from services.harness.sandbox import Limits
+from services.harness.sandbox import SHELL, Limits
 from services.harness.tasks import BUILT_IN, Task, load_tasks
 from services.jobfile import ConfigError, JobFile
+
+MINI: Final = "services.harness.mini_swe_agent"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,6 +43,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
     def of(job: JobFile, index: int = 0) -> Config:
         """The configuration of runner `index`. Raises ConfigError."""
         harness = job.harness
+        _check_programs(harness.command)
         here = str(Path(__file__).parent)
         own_python = harness.command[0] == "{python}"
         bounds = {"memory_bytes": harness.action_memory_bytes, "file_bytes": harness.file_bytes}
@@ -65,6 +71,17 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
             test=msgspec.structs.replace(action, seconds=harness.test_s),
             working_copy_bytes=harness.working_copy_bytes,
         )
+
+
+def _check_programs(command: tuple[str, ...]) -> None:
+    """What would fail every episode is said before the first. Raises ConfigError."""
+    if shutil.which(SHELL) is None:
+        raise ConfigError(f"harness: there is no {SHELL}, in which commands are run with limits")
+    program = command[0].replace("{python}", sys.executable)
+    if shutil.which(program) is None:
+        raise ConfigError(f"harness.command: there is no program {program!r}; give a path, or install it")
+    if MINI in command and importlib.util.find_spec("minisweagent") is None:
+        raise ConfigError("harness.command: mini-swe-agent is not installed: pip install 'pearl-rl[harness]'")
 
 
 def _root() -> Path:

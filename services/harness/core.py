@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 import msgspec
+
+FIRST_PAUSE_S: Final = 0.5
+LONGEST_PAUSE_S: Final = 30.0
+"""Between episodes that fail one after another: tasks are not to be used up by what fails them all."""
 
 
 class Ran(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,3 +76,8 @@ def outcome(ran: Ran, result: bytes | None, passed: bool | None) -> Post | GiveU
             return Post(reward=0.0, status=status)
         return GiveUp(reason='the harness wrote no reward to PEARL_RESULT (harness.reward = "program")')
     return Post(reward=said.reward, status=status)
+
+
+def pause_after(done: bool, pause_s: float) -> float:
+    """Seconds to wait before the next episode, after one that was `done` or failed, which had waited `pause_s`."""
+    return 0.0 if done else min(max(FIRST_PAUSE_S, 2 * pause_s), LONGEST_PAUSE_S)

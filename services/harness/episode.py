@@ -41,8 +41,8 @@ async def play(config: Config, session: Session) -> Ended:
         except (OSError, CopyError) as error:  # no room on the disk, no bash: not the policy's fault
             return Ended(what=GiveUp(reason=f"the working copy: {error}"), task=task.name if task else "", output="")
     finally:
-        sandbox.sweep(marker)
-        sandbox.remove(folders.root)
+        await asyncio.to_thread(sandbox.sweep, marker)
+        await asyncio.to_thread(sandbox.remove, folders.root)
 
 
 async def _play(config: Config, session: Session, folders: Folders, marker: str, task: Task | None) -> Ended:
@@ -57,7 +57,9 @@ async def _play(config: Config, session: Session, folders: Folders, marker: str,
         environment={**folders.environment(marker), **told(config, session, folders, task)},
         limits=config.episode,
     )
-    sandbox.sweep(marker)  # nothing of the program may change its work, or use its session, while it is judged
+    await asyncio.to_thread(
+        sandbox.sweep, marker
+    )  # nothing of the program may change its work, or use its session, while it is judged
     name, output, passed = task.name if task else "", ran.output, None
     if task is not None and is_graded(ran):
         graded = await grade(task, folders, config.test, config.working_copy_bytes, marker)

@@ -25,6 +25,7 @@ from services.harness.core import Ran
 
 MARKER: Final = "PEARL_SANDBOX"
 """Environment variable by which processes that left their group are found."""
+SHELL: Final = "/bin/bash"
 GRACE_S: Final = 2.0
 """Longest wait, after a command's processes were killed, for the end of its output."""
 _READ: Final = 65536
@@ -82,7 +83,7 @@ async def run(
     inner, outer = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
-            *("/bin/bash", "-c", _LIMITED, "sandbox", *most, *wrapper, *command),
+            *(SHELL, "-c", _LIMITED, "sandbox", *most, *wrapper, *command),
             cwd=cwd,
             env=dict(environment),
             stdin=asyncio.subprocess.PIPE,

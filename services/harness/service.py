@@ -17,7 +17,7 @@ import msgspec
 from services.harness import sandbox
 from services.harness.client import GatewayClient, GatewayError, Session
 from services.harness.config import Config, tls_of
-from services.harness.core import GiveUp
+from services.harness.core import GiveUp, Post, pause_after
 from services.harness.episode import marker_of, play
 from services.jobfile import ConfigError, JobFile
 from services.runtime.log import get_logger
@@ -77,7 +77,9 @@ class Runner:
         return ""
 
     async def _keep_playing(self, gateway: GatewayClient) -> None:
+        pause_s = 0.0
         while True:
+            await asyncio.sleep(pause_s)
             try:
                 session = await gateway.open()
             except GatewayError as error:
@@ -85,9 +87,11 @@ class Runner:
                     log.info(str(error), action="no_session")
                 await asyncio.sleep(min(error.retry_s, LONGEST_RETRY_S))
                 continue
-            await self._episode(gateway, session)
+            done = await self._episode(gateway, session)
+            pause_s = pause_after(done, pause_s)
 
-    async def _episode(self, gateway: GatewayClient, session: Session) -> None:
+    async def _episode(self, gateway: GatewayClient, session: Session) -> bool:
+        """Whether it was rewarded."""
         ended = None
         keeping = asyncio.create_task(gateway.keep(session))
         try:
@@ -113,6 +117,7 @@ class Runner:
                     await gateway.give_up(session)
                 except GatewayError as error:  # gone, or ended by its idleness soon
                     log.info(str(error), action="session_lost")
+        return isinstance(ended.what, Post) if ended is not None else False
 
 
 async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import sys
 import tomllib
@@ -125,7 +126,7 @@ async def grade(task: Task, folders: Folders, limits: Limits, most_bytes: int, m
     copy, tests = folders.root / "graded", folders.root / "hidden"
     try:
         try:
-            sandbox.copy_tree(folders.work, copy, most_bytes)
+            await asyncio.to_thread(sandbox.copy_tree, folders.work, copy, most_bytes)
         except CopyError as error:
             return Grade(passed=False, output=f"the working copy cannot be graded: {error}")
         write(tests, task.hidden)
@@ -139,8 +140,8 @@ async def grade(task: Task, folders: Folders, limits: Limits, most_bytes: int, m
         ran = await sandbox.run(command, cwd=copy, environment=environment, limits=limits, stdin=f"{word}\n".encode())
         return Grade(passed=_passed(ran.output, word) and not ran.ended_by, output=ran.output)
     finally:
-        sandbox.remove(copy)
-        sandbox.remove(tests)
+        await asyncio.to_thread(sandbox.remove, copy)
+        await asyncio.to_thread(sandbox.remove, tests)
 
 
 def _passed(output: str, word: str) -> bool:

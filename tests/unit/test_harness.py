@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import socket
 import sys
@@ -12,8 +13,10 @@ import msgspec
 import psutil
 import pytest
 
+from services import jobfile
 from services.harness import sandbox
-from services.harness.core import GiveUp, Post, Ran, outcome
+from services.harness.config import Config
+from services.harness.core import GiveUp, Post, Ran, outcome, pause_after
 from services.harness.mini_swe_agent import Sandboxed
 from services.harness.sandbox import MARKER, CopyError, Folders, Limits, copy_tree
 from services.harness.tasks import BUILT_IN, Task, check_tasks, grade, load_tasks, prepare, task_of
@@ -252,9 +255,44 @@ def test_what_becomes_of_a_session(ran: Ran, result: bytes | None, passed: bool 
     assert outcome(ran, result, passed) == what
 
 
+def test_failures_one_after_another_are_waited_out() -> None:
+    pauses = [0.0]
+    for _ in range(9):
+        pauses.append(pause_after(False, pauses[-1]))
+    assert pauses == [0.0, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]
+    assert pause_after(True, 30.0) == 0.0
+
+
 def test_a_program_that_should_say_its_reward_must() -> None:
     assert isinstance(outcome(DONE, b"{}", None), GiveUp)
     assert MARKER == "PEARL_SANDBOX"
+
+
+@pytest.mark.parametrize(
+    ("harness", "problem"),
+    [
+        ({"command": ["no-such-program"]}, "no program 'no-such-program'"),
+        ({"command": []}, "harness.command is empty"),
+        ({"reward": "fame"}, "harness.reward"),
+        ({"gateway": "gateway:8000"}, "harness.gateway"),
+        ({"processes": 1}, "set gateway.bind"),
+        ({"action_s": 600.0}, "must be below harness.episode_s"),
+        ({"tasks": "/nowhere"}, r"no \*.toml"),
+        ({"api_key_file": "/nowhere/key"}, "harness.api_key_file"),
+        ({"limits": 3}, "limits"),
+    ],
+)
+def test_a_harness_section_that_is_wrong_is_named(tmp_path: Path, harness: dict[str, object], problem: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text("[harness]\n" + "".join(f"{key} = {json.dumps(value)}\n" for key, value in harness.items()))
+    with pytest.raises(ConfigError, match=problem):
+        Config.of(jobfile.load(path))
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "minisweagent", None)
+    with pytest.raises(ConfigError, match=r"pearl-rl\[harness\]"):
+        Config.of(jobfile.JobFile())
 
 
 # --- mini-swe-agent's place for commands
