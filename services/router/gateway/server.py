@@ -83,7 +83,9 @@ def refusal(error: ApiError, *, close: bool = False) -> web.Response:
 class _Protocol(RequestHandler):
     """aiohttp's, with our errors for what is no HTTP, and a limit on how long the first request may take to begin."""
 
-    latest: web.BaseRequest | None = None
+    latest: tuple[Any, Any] | None = (
+        None  # of the last request its content, and the writer of its answer; Any: aiohttp's own
+    )
 
     def __init__(self, manager: web.Server, receive_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
@@ -119,11 +121,13 @@ class _Protocol(RequestHandler):
     def eof_received(self) -> None:
         """The client sends no more. Where a request of it is not whole, say so before the connection is closed; where it is, the
         client counts as gone, since that looks the same and its workers' time is worth more."""
-        latest = self.latest
         if self._messages:  # the last of them has arrived last; nothing of ours has seen it yet
             partial = not self._messages[-1][1].is_eof()
+        elif self.latest is not None:
+            content, writer = self.latest
+            partial = not content.is_eof() and writer.output_size == 0
         else:
-            partial = latest is None or (not latest.content.is_eof() and latest.writer.output_size == 0)
+            partial = True
         if partial:
             self._say("400 Bad Request", of_status(400, "the request ended before it was whole"))
         super().eof_received()
@@ -165,12 +169,11 @@ class _Server(web.Server):
 
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         # Any: aiohttp's own types, which only it makes
-        request = web.BaseRequest(
+        if isinstance(protocol, _Protocol):
+            protocol.latest = payload, writer
+        return web.BaseRequest(
             message, payload, protocol, writer, task, self._running_loop, client_max_size=self._config.max_body_bytes
         )
-        if isinstance(protocol, _Protocol):
-            protocol.latest = request
-        return request
 
 
 class HttpServer:
