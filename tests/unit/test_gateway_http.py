@@ -182,24 +182,24 @@ async def test_only_replies_that_nobody_reads_along_come_in_fewer_chunks() -> No
         await world.events("/generate", body)
         await world.post("/v1/chat/completions", chat("Hi"))
         await world.post("/v1/chat/completions", chat("Hi", stop="zebra"))
-        assert [message.hold_ms for message in world.fleet.generates] == [HOLD_MS, 0, HOLD_MS, 0]
+        assert [message.hold_ms for message in world.cluster.generates] == [HOLD_MS, 0, HOLD_MS, 0]
 
 
 async def test_messages_of_many_requests_go_out_together_each_once_and_a_cancel_after_its_request() -> None:
     many = 4 * FEW
     async with World() as world:
-        world.fleet.script.extend(["hold:3"] * many)
+        world.cluster.script.extend(["hold:3"] * many)
         running = [asyncio.create_task(world.post("/v1/chat/completions", chat("Hi"))) for _ in range(many)]
         async with asyncio.timeout(10):
-            while len(world.fleet.generates) < many:  # noqa: ASYNC110 - yields to the gateway under test
+            while len(world.cluster.generates) < many:  # noqa: ASYNC110 - yields to the gateway under test
                 await asyncio.sleep(0)
             running[0].cancel()
-            await world.fleet.cancelled.wait()
-        world.fleet.release.set()
+            await world.cluster.cancelled.wait()
+        world.cluster.release.set()
         replies = await asyncio.gather(*running[1:])
         assert {reply["choices"][0]["message"]["content"] for reply in replies} == {"Hello, world!"}
-        assert len({message.request for message in world.fleet.generates}) == len(world.fleet.generates) == many
-        assert len(world.fleet.cancels) == 1
+        assert len({message.request for message in world.cluster.generates}) == len(world.cluster.generates) == many
+        assert len(world.cluster.cancels) == 1
 
 
 async def test_too_much_at_once_is_429() -> None:
