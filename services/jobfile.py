@@ -111,6 +111,7 @@ class SglangSection(_Section, frozen=True, kw_only=True):
     role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
     decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
     memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    verify_weights: bool = True  # after an update, compare the server's checksums with what changed in the snapshot
     adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
 
 

@@ -7,11 +7,13 @@ one. With PEARL_SGLANG_PYTHON pytest runs the same tests on real servers. Tokens
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from safetensors.numpy import load_file
 
 from services.rollout_worker.engines.emulated import made_up
 from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL
@@ -32,13 +34,16 @@ class StandIn:
         self.requests: dict[str, asyncio.Event] = {}  # rid -> it is to be aborted
         self.bootstrap_port = 0
         self.sins: list[str] = []  # what must not be done to a real server
+        self.release = VERSION
+        self.folder = ""  # what it holds the weights of
+        self.ignores_updates = False  # it says that it has loaded what it has not
         self._slow_s = slow_s
         self._limit = limit
         self._slots = asyncio.Semaphore(running)
         self._going = asyncio.Event()
         self._going.set()
         self._cached: dict[str, set[tuple[int, ...]]] = {}
-        self._paths = [*NEEDED, *OPTIONAL]
+        self.paths = [*NEEDED, *OPTIONAL]
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -58,6 +63,7 @@ class StandIn:
                 web.post("/release_memory_occupation", self._release),
                 web.post("/resume_memory_occupation", self._resume),
                 web.post("/pd_role_switch", self._switch),
+                web.post("/weights_checker", self._checker),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -82,12 +88,13 @@ class StandIn:
         return web.json_response({"status": "ok"})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return web.json_response({"paths": {path: {} for path in self._paths}})
+        return web.json_response({"paths": {path: {} for path in self.paths}})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(
             {
-                "version": VERSION,
+                "version": self.release,
+                "dtype": "float32",
                 "max_total_num_tokens": self._limit,
                 "max_req_input_len": self._limit,
                 "incremental_streaming_output": True,
@@ -123,7 +130,14 @@ class StandIn:
         if body["flush_cache"]:
             self._cached.clear()
         self.version = body["weight_version"]
+        if not self.ignores_updates:
+            self.folder = body["model_path"]
         return web.json_response({"success": True, "message": "ok"})
+
+    async def _checker(self, request: web.Request) -> web.Response:
+        checksums = await asyncio.to_thread(checksums_of, self.folder) if self.folder else {}
+        rank = {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": {"role": "target"}}
+        return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def _release(self, request: web.Request) -> web.Response:
         if self.requests:
@@ -244,3 +258,17 @@ class StandIn:
         cut = next((length for length in range(len(ids) - 1, 0, -1) if tuple(ids[:length]) in held), 0)
         held.add(tuple(ids[:-1]))
         return cut
+
+
+def checksums_of(folder: str) -> dict[str, str]:
+    """As a server on CPUs makes them: q, k and v are one tensor there, and so are gate and up."""
+    held: dict[str, Any] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        held.update(load_file(file))
+    parts: dict[str, list[bytes]] = {}
+    for fused, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        for name in names:
+            for tensor in [each for each in held if f".{name}." in each]:
+                parts.setdefault(tensor.replace(name, fused), []).append(held.pop(tensor).tobytes())
+    parts |= {name: [tensor.tobytes()] for name, tensor in held.items()}
+    return {name: hashlib.sha256(b"".join(each)).hexdigest()[:16] for name, each in parts.items()}

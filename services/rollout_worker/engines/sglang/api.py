@@ -26,7 +26,9 @@ NEEDED: Final = (
     "/update_weights_from_disk",
 )
 """Without one of these a server cannot be driven."""
+CHECKER: Final = "/weights_checker"
 OPTIONAL: Final = {
+    CHECKER: "updates of weights are believed without a look at the server's checksums",
     "/pd_role_switch": "prefill and decode workers change roles by a relaunch",
 }
 """What is done without one of these."""

@@ -6,6 +6,7 @@ snapshots; `weight_version` is the policy version. What SGLang leaves to its use
 - the prefix cache of old weights serves no new request (each version has its own cache key);
 - memory is released only after a verified drain (released while busy, the whole server exits);
 - prefill and decode requests of different versions never meet, and neither waits for a dead other (`rooms`);
+- an update of weights is believed only when the server's checksums bear it out (`weights`);
 - a request is never aborted while its KV cache may be on its way: it is left to come to its first token, then aborted.
 
 Not as in the embedded engine: with a temperature, a resumed reply draws what an uninterrupted one would have drawn only where the
@@ -29,9 +30,26 @@ from messages.ids import PolicyVersion, Role
 from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.ends import finish_of
-from services.rollout_worker.engines.sglang.api import LOAD_S, Api, ApiError, Ended, Piece, ServerGoneError, VersionSpan
+from services.rollout_worker.engines.sglang.api import (
+    CHECKER,
+    LOAD_S,
+    Api,
+    ApiError,
+    Ended,
+    Piece,
+    ServerGoneError,
+    VersionSpan,
+)
 from services.rollout_worker.engines.sglang.rooms import Joined, RefusedError, Rooms, join
 from services.rollout_worker.engines.sglang.server import MODES, Server
+from services.rollout_worker.engines.sglang.weights import (
+    Held,
+    WeightFileError,
+    mismatch,
+    sources,
+    stored_type,
+    sums_of,
+)
 from services.runtime.log import get_logger
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
@@ -95,6 +113,11 @@ class SglangEngine:
         self._room_s = room_s
         self._version = NO_WEIGHTS
         self._snapshot = ""
+        self._model = model
+        self._fresh = False  # the server has what it was launched with
+        self._held: Held | None = None  # what it was last seen to have; None: of an adopted one, at first
+        self._verifies = rollout.sglang.verify_weights
+        self._dtype = ""
         self._released = False
         self._paused = ""  # the mode
         self._context_limit = 0  # tokens of context and reply together
@@ -157,6 +180,10 @@ class SglangEngine:
             raise EngineError(f"SGLang {info.get('version')} at {self._api.url} lacks {', '.join(missing)}")
         for consequence in consequences:
             log.warning(f"SGLang {info.get('version')}: {consequence}", action="sglang.surface")
+        if any(each.startswith(CHECKER) for each in consequences):
+            self._verifies = False
+        self._dtype = str(info.get("dtype", ""))
+        self._held, self._fresh = None, not self._server.adopted
         limits = (info.get("max_total_num_tokens"), info.get("context_length"))
         known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
         self._context_limit = min([*known, self._rollout.kv_cache_tokens])
@@ -205,6 +232,9 @@ class SglangEngine:
     async def load_snapshot(self, directory: str, version: PolicyVersion) -> None:
         if self._released:
             raise EngineError("device memory is released: restore it first")
+        if self._verifies and self._fresh:
+            self._held = await self._holds(self._model)
+        self._fresh = False
         try:
             await self._api.post(
                 "/update_weights_from_disk",
@@ -217,10 +247,36 @@ class SglangEngine:
             )
         except (ApiError, ServerGoneError) as error:
             raise EngineError(f"version {version} from {directory}: {error}") from error
+        if self._verifies:
+            await self._verify(directory, version)
         self._version, self._snapshot = version, directory
         for reply in self._replies.values():
             if reply.in_transfer:
                 self._end_soon(reply, f"weights of version {version} came")
+
+    async def _verify(self, directory: str, version: PolicyVersion) -> None:
+        """The server holds what is in that folder. Raises EngineError; then nothing more is served, or ended, with what it holds."""
+        held = await self._holds(directory)
+        problem = mismatch(self._held, held) if held is not None and self._held is not None else ""
+        if not problem:
+            self._held = held or self._held
+            return
+        self._version, self._snapshot = NO_WEIGHTS, ""
+        for reply in self._replies.values():
+            reply.events.put_nowait(_Stop("interrupted", f"weights of version {version} are not as they should be"))
+        raise EngineError(f"version {version} from {directory}: the server says it is loaded, but {problem}")
+
+    async def _holds(self, directory: str) -> Held | None:
+        """What is in the folder, and in the server, which is thought to have loaded it. None, with a warning: that cannot be known."""
+        try:
+            answer, found = await asyncio.gather(
+                self._api.post(CHECKER, within_s=LOAD_S, action="checksum"),
+                asyncio.to_thread(sources, directory),
+            )
+        except (ApiError, ServerGoneError, WeightFileError, OSError) as error:
+            log.warning(f"weights are not verified: {error}", action="sglang.unverified")
+            return None
+        return Held(sources=found, sums=sums_of(answer.get("ranks", [])), dtype=stored_type(self._dtype, directory))
 
     async def release(self) -> int:
         if self._replies:

@@ -41,6 +41,30 @@ def _assignments(variables: dict[str, str]) -> list[str]:
     return [f"{name}={value}" for name, value in variables.items()]
 
 
+def command(
+    rollout: RolloutSection, role: Role, model: str, device: str, address: str, port: int, bootstrap_port: int
+) -> list[str]:
+    """The command line of a worker's server. The bootstrap port is used by prefill and decode servers."""
+    settings = rollout.sglang
+    line = [settings.python or sys.executable, "-m", "sglang.launch_server"]
+    line += ["--model-path", model, "--host", address, "--port", str(port)]
+    line += ["--tp-size", str(rollout.gpus_per_worker)]
+    if device != "auto":
+        line += ["--device", device]
+    line += ["--max-running-requests", str(rollout.max_running), "--max-total-tokens", str(rollout.kv_cache_tokens)]
+    line += ["--chunked-prefill-size", str(rollout.prefill_chunk_tokens)]
+    line += ["--incremental-streaming-output", "--skip-server-warmup", "--skip-tokenizer-init"]
+    if settings.memory_saver:
+        line += ["--enable-memory-saver"]
+    if role is not Role.COLOCATED:
+        line += ["--disaggregation-mode", MODES[role]]
+        line += ["--disaggregation-transfer-backend", settings.transfer_backend]
+        line += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+        if settings.role_switch:
+            line += ["--enable-pd-role-switch"]
+    return [*line, *settings.args, *(settings.decode_args if role is Role.DECODE else ())]
+
+
 class Server:
     """See the module. `adopt`: the URL of a server that somebody else runs, "" to launch one."""
 
@@ -70,25 +94,8 @@ class Server:
 
     def command(self, role: Role) -> list[str]:
         """The command line for a role."""
-        rollout, settings = self._rollout, self._settings
-        port = self.api.url.rpartition(":")[2]
-        line = [settings.python or sys.executable, "-m", "sglang.launch_server"]
-        line += ["--model-path", self._model, "--host", self._address, "--port", port]
-        line += ["--tp-size", str(rollout.gpus_per_worker)]
-        if self._device != "auto":
-            line += ["--device", self._device]
-        line += ["--max-running-requests", str(rollout.max_running), "--max-total-tokens", str(rollout.kv_cache_tokens)]
-        line += ["--chunked-prefill-size", str(rollout.prefill_chunk_tokens)]
-        line += ["--incremental-streaming-output", "--skip-server-warmup", "--skip-tokenizer-init"]
-        if settings.memory_saver:
-            line += ["--enable-memory-saver"]
-        if role is not Role.COLOCATED:
-            line += ["--disaggregation-mode", MODES[role]]
-            line += ["--disaggregation-transfer-backend", settings.transfer_backend]
-            line += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-            if settings.role_switch:
-                line += ["--enable-pd-role-switch"]
-        return [*line, *settings.args, *(settings.decode_args if role is Role.DECODE else ())]
+        port = int(self.api.url.rpartition(":")[2])
+        return command(self._rollout, role, self._model, self._device, self._address, port, self.bootstrap_port)
 
     async def start(self, role: Role = Role.COLOCATED) -> None:
         """Launch it in a role and wait until it takes requests. Raises EngineError with the last lines of its output."""
