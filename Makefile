@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check soak fmt clean
+.PHONY: setup demo test check soak sglang-test sglang-smoke fmt clean
 
 setup: $(STAMP)
 
@@ -36,6 +36,13 @@ soak: setup
 	PEARL_FUZZ_ROUNDS=2000 $(BIN)/python -m pytest -n auto tests/unit/test_fuzz.py
 	$(BIN)/pearl simulate faults --seeds 10000
 	$(BIN)/python -m tests.integration.chaos --minutes 10 --seed $(SEED) --report chaos-report.json
+
+# Engine contract and whole jobs on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
+sglang-test: setup
+	tests/sglang/run.sh all $(BIN)/python
+
+sglang-smoke: setup
+	tests/sglang/run.sh smoke $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

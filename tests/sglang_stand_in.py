@@ -38,6 +38,7 @@ class StandIn:
         self.folder = ""  # what it holds the weights of
         self.ignores_updates = False  # it says that it has loaded what it has not
         self._slow_s = slow_s
+        self._moving = 0  # requests whose KV cache is on its way
         self._limit = limit
         self._slots = asyncio.Semaphore(running)
         self._going = asyncio.Event()
@@ -64,6 +65,7 @@ class StandIn:
                 web.post("/resume_memory_occupation", self._resume),
                 web.post("/pd_role_switch", self._switch),
                 web.post("/weights_checker", self._checker),
+                web.post("/flush_cache", self._flush),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -127,12 +129,25 @@ class StandIn:
         body = await request.json()
         if not await asyncio.to_thread((Path(body["model_path"]) / "config.json").is_file):
             return web.json_response({"success": False, "message": f"no model in {body['model_path']}"}, status=400)
-        if body["flush_cache"]:
-            self._cached.clear()
         self.version = body["weight_version"]
         if not self.ignores_updates:
             self.folder = body["model_path"]
+        if body["flush_cache"] and not self._flushed():
+            message = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            )
+            return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "ok"})
+
+    def _flushed(self) -> bool:
+        """A pause takes those that decode from the batch; those whose context is on its way stay."""
+        if self.requests and (self._going.is_set() or self._moving):
+            return False
+        self._cached.clear()
+        return True
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._flushed() else 400, text="Flush cache failed.\n")
 
     async def _checker(self, request: web.Request) -> web.Response:
         checksums = await asyncio.to_thread(checksums_of, self.folder) if self.folder else {}
@@ -230,6 +245,14 @@ class StandIn:
             return False
         if self.mode == "null":
             return True
+        self._moving += 1
+        try:
+            return await self._transfer(key, abort)
+        finally:
+            self._moving -= 1
+
+    async def _transfer(self, key: tuple[int, int], abort: asyncio.Event) -> bool:
+        """Until the other side has done its part. False: aborted."""
         meeting = TRANSFERS.setdefault(key, {"here": asyncio.Event(), "sent": asyncio.Event()})
         mine, other = ("sent", "here") if self.mode == "prefill" else ("here", "sent")
         meeting[mine].set()

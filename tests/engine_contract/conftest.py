@@ -32,6 +32,8 @@ class Kit(Protocol):
     """`make`: a started engine in a role; `slow`: several milliseconds a token; other options are those of [rollout]."""
 
     name: str
+    paced: bool
+    """Whether `slow` holds for prefills, too: a transfer that is under way stays so for a while."""
 
     async def make(
         self,
@@ -63,6 +65,8 @@ class Kit(Protocol):
 
 
 class _Made:
+    paced = True
+
     def __init__(self) -> None:
         self._engines: list[Engine] = []
 
@@ -248,6 +252,7 @@ class SglangKit(_OfSglang):
     """The engine `sglang` on real servers (docs/sglang.md). A server takes half a minute to start, so they are kept and adopted."""
 
     name = "sglang"
+    paced = False
     servers: ClassVar[list[RealServer]] = []
     """Idle ones, the longest idle first."""
     MOST: ClassVar[int] = 4

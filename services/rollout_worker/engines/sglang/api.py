@@ -29,6 +29,7 @@ NEEDED: Final = (
 CHECKER: Final = "/weights_checker"
 OPTIONAL: Final = {
     CHECKER: "updates of weights are believed without a look at the server's checksums",
+    "/flush_cache": "prefixes of old weights stay in the cache until they are displaced; no new request finds them",
     "/pd_role_switch": "prefill and decode workers change roles by a relaunch",
 }
 """What is done without one of these."""

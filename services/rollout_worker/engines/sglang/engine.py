@@ -241,12 +241,13 @@ class SglangEngine:
                 within_s=LOAD_S,
                 model_path=directory,
                 weight_version=str(version),
-                flush_cache=self._paused == "retract"
-                or not self._replies,  # else they go on with theirs, see `extra_key`
+                flush_cache=False,  # which fails an update that was made, where any request is under way
                 keep_pause=bool(self._paused),
             )
         except (ApiError, ServerGoneError) as error:
             raise EngineError(f"version {version} from {directory}: {error}") from error
+        if self._paused == "retract" or not self._replies:
+            await self._flush()  # else they go on with theirs, see `extra_key`
         if self._verifies:
             await self._verify(directory, version)
         self._version, self._snapshot = version, directory
@@ -277,6 +278,15 @@ class SglangEngine:
             log.warning(f"weights are not verified: {error}", action="sglang.unverified")
             return None
         return Held(sources=found, sums=sums_of(answer.get("ranks", [])), dtype=stored_type(self._dtype, directory))
+
+    async def _flush(self) -> None:
+        """Forget prefixes of old weights. Refused while a context is on its way: then they age, since no new request finds them."""
+        try:
+            await self._api.post("/flush_cache")
+        except ApiError as error:
+            log.info(f"prefixes of old weights stay until they are displaced: {error}", action="sglang.flush")
+        except ServerGoneError as error:
+            raise EngineError(str(error)) from error
 
     async def release(self) -> int:
         if self._replies:
