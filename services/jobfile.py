@@ -104,7 +104,7 @@ class SglangSection(_Section, frozen=True, kw_only=True):
 
     python: str = ""  # interpreter of the environment that has SGLang; "": this one
     args: tuple[str, ...] = ()  # further arguments of sglang.launch_server, after those that the worker sets
-    decode_args: tuple[str, ...] = ()  # and for servers in the role decode
+    decode_args: tuple[str, ...] = ()  # and of servers in the role decode, or that may come to it
     env: dict[str, str] = {}  # further environment variables
     ready_s: PositiveFloat = 900.0  # a server that takes no requests after so long has failed
     transfer_backend: str = "mooncake"  # of KV caches between prefill and decode servers

@@ -105,8 +105,9 @@ class SglangEngine:
         address: str = "127.0.0.1",
         adopt: str = "",
         room_s: float = 20.0,
+        first_role: Role = Role.COLOCATED,
     ) -> None:
-        self.role = Role.COLOCATED
+        self.role = first_role
         self._rollout = rollout
         self._server = Server(rollout, model, device, address, log_file, adopt)
         self._rooms = Rooms(address, self._server.bootstrap_port, room_s)

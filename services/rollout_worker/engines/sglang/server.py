@@ -62,7 +62,8 @@ def command(
         line += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
         if settings.role_switch:
             line += ["--enable-pd-role-switch"]
-    return [*line, *settings.args, *(settings.decode_args if role is Role.DECODE else ())]
+    decodes = role is Role.DECODE or (role is Role.PREFILL and settings.role_switch)
+    return [*line, *settings.args, *(settings.decode_args if decodes else ())]
 
 
 class Server:
