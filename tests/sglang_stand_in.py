@@ -56,6 +56,7 @@ class StandIn:
                 web.get("/openapi.json", self._openapi),
                 web.get("/server_info", self._server_info),
                 web.get("/model_info", self._model_info),
+                web.get("/v1/loads", self._loads),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
                 web.post("/pause_generation", self._pause),
@@ -101,9 +102,19 @@ class StandIn:
                 "max_req_input_len": self._limit,
                 "incremental_streaming_output": True,
                 "disaggregation_bootstrap_port": self.bootstrap_port,
-                "internal_states": [{"num_running_reqs": len(self.requests)}],
+                "internal_states": [{}],
             }
         )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        waiting = self._moving if self.mode == "decode" else 0
+        inflight = self._moving if self.mode == "prefill" else 0
+        load = {
+            "num_running_reqs": len(self.requests) - self._moving,
+            "num_waiting_reqs": waiting,
+            "disaggregation": {"prefill_inflight_queue_reqs": inflight},
+        }
+        return web.json_response({"version": self.release, "loads": [load]})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "disaggregation_mode": self.mode})
@@ -168,6 +179,9 @@ class StandIn:
         body = await request.json()
         if body["new_role"] == "decode" and "decode_cuda_graph_memory_gb" not in body:
             return web.json_response({"error": {"message": "decode_cuda_graph_memory_gb is required"}}, status=400)
+        if self.requests:
+            text = "instance is not idle; drain all requests before switching"
+            return web.json_response({"error": {"message": text}}, status=400)
         self.mode = body["new_role"]
         return web.json_response({"success": True})
 
@@ -260,9 +274,8 @@ class StandIn:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        assert not abort.is_set() or meeting[other].is_set(), (
-            "aborted while its KV cache is on its way: a real server may corrupt pages"
-        )
+        if abort.is_set() and not meeting[other].is_set() and self.mode == "decode":
+            self.sins.append("aborted while its KV cache is on its way: a real server may corrupt pages")
         return not abort.is_set()
 
     async def _moment(self, seconds: float, abort: asyncio.Event) -> bool:

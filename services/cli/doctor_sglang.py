@@ -30,12 +30,12 @@ if found is None:
     print("null")
     raise SystemExit
 srt = pathlib.Path(found.submodule_search_locations[0]) / "srt"
-served = (srt / "entrypoints" / "http_server.py").read_text(errors="replace")
+served = "\n".join(file.read_text(errors="replace") for file in (srt / "entrypoints").glob("*.py"))
 files = [srt / "server_args.py", *(srt / "arg_groups").rglob("*.py")]
 options = "\n".join(file.read_text(errors="replace") for file in files if file.is_file())
 print(json.dumps({
     "version": metadata.version("sglang"),
-    "calls": re.findall(r'@app\.\w+\(\s*"(/[\w/]*)"', served),
+    "calls": re.findall(r'@(?:app|router)\.\w+\(\s*"(/[\w/]*)"', served),
     "lacks": [each for each in sys.argv[1:] if not re.search(rf"\b{each[2:].replace('-', '_')}\b|{each}\b", options)],
     "packages": [each for each in ("torch_memory_saver", "mooncake") if util.find_spec(each) is not None],
 }))

@@ -114,8 +114,9 @@ async def test_a_decode_engine_that_dies_leaves_the_prefill_engine_free(kit: Any
     await decode.stop()
     at_decode.cancel()
     (end,) = await at_prefill
-    assert end.finish in ("abandoned", "interrupted")
+    assert end.finish in ("abandoned", "interrupted", *(() if kit.paced else ("handed_over",)))
     await until_idle(kit, prefill)
+    await prefill.set_role(Role.DECODE)  # nothing of it is left: it can take the other's place
 
 
 async def test_a_side_that_never_comes_is_given_up(kit: Any):

@@ -120,9 +120,10 @@ class RealServer:
 
     def busy(self) -> int:
         """Requests that the server has."""
-        with urllib.request.urlopen(f"{self.url}/server_info", timeout=30) as answer:
-            states: list[dict[str, Any]] = json.load(answer)["internal_states"]
-        return sum(int(each.get("num_running_reqs", 0)) + int(each.get("num_queue_reqs", 0)) for each in states)
+        with urllib.request.urlopen(f"{self.url}/v1/loads", timeout=30) as answer:
+            loads: list[dict[str, Any]] = json.load(answer)["loads"]
+        moving = sum(each["disaggregation"]["prefill_inflight_queue_reqs"] for each in loads)
+        return moving + sum(each["num_running_reqs"] + each["num_waiting_reqs"] for each in loads)
 
     def until_idle(self) -> None:
         """Nothing of an ended test runs in it, or waits."""

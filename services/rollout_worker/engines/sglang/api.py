@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+LOADS: Final = "/v1/loads"
 NEEDED: Final = (
     "/abort_request",
     "/continue_generation",
@@ -24,6 +25,7 @@ NEEDED: Final = (
     "/resume_memory_occupation",
     "/server_info",
     "/update_weights_from_disk",
+    LOADS,
 )
 """Without one of these a server cannot be driven."""
 CHECKER: Final = "/weights_checker"

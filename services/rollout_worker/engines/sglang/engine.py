@@ -33,6 +33,7 @@ from services.rollout_worker.engines.ends import finish_of
 from services.rollout_worker.engines.sglang.api import (
     CHECKER,
     LOAD_S,
+    LOADS,
     Api,
     ApiError,
     Ended,
@@ -40,7 +41,7 @@ from services.rollout_worker.engines.sglang.api import (
     ServerGoneError,
     VersionSpan,
 )
-from services.rollout_worker.engines.sglang.rooms import Joined, RefusedError, Rooms, join
+from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Rooms, join
 from services.rollout_worker.engines.sglang.server import MODES, Server
 from services.rollout_worker.engines.sglang.weights import (
     Held,
@@ -74,7 +75,7 @@ class _Stop(msgspec.Struct, frozen=True):
 class _Reply:
     """A request that the server has, or will have. Its reader fills `events`; who streams it empties them."""
 
-    __slots__ = ("aborted", "events", "first", "over", "rid", "role", "sent", "spec")
+    __slots__ = ("aborted", "events", "first", "open", "over", "rid", "role", "sent", "spec")
 
     def __init__(self, spec: GenerateSpec, rid: str, role: Role) -> None:
         self.spec = spec
@@ -83,6 +84,7 @@ class _Reply:
         self.sent = len(spec.prefix)
         self.first = False  # its first token came: it decodes
         self.aborted = False  # it was told to end
+        self.open = False  # the server has it
         self.over = False  # nobody waits for it any more, or it has ended
         self.events: asyncio.Queue[Piece | _Stop] = asyncio.Queue()
 
@@ -126,6 +128,7 @@ class SglangEngine:
         self._numbers = itertools.count(1)
         self._tasks: set[asyncio.Task[None]] = set()
         self._replies: dict[str, _Reply] = {}
+        self._open = 0  # streams of the server's that have not ended
         self._silent_since = 0.0
         self._sums = Load()
         self._at = 0.0  # until when busy time was summed
@@ -326,9 +329,13 @@ class SglangEngine:
             raise EngineError(f"the server has not become idle within {DRAIN_S:g} s") from None
 
     async def _busy(self) -> int:
-        info = await self._api.get("/server_info")
-        states: list[dict[str, Any]] = info.get("internal_states", [])
-        return sum(int(state.get("num_running_reqs", 0)) + int(state.get("num_queue_reqs", 0)) for state in states)
+        """Requests of ours that it has not ended, and all that it counts itself, of whoever's."""
+        answer = await self._api.get(LOADS)
+        loads: list[dict[str, Any]] = answer.get("loads", [])
+        moving = sum(int(each.get("disaggregation", {}).get("prefill_inflight_queue_reqs", 0)) for each in loads)
+        return (
+            self._open + moving + sum(int(each["num_running_reqs"]) + int(each["num_waiting_reqs"]) for each in loads)
+        )
 
     # ---- pauses ----
 
@@ -367,13 +374,12 @@ class SglangEngine:
             self._in_background(self._tell_abort(reply))
 
     async def _tell_abort(self, reply: _Reply) -> None:
-        """Until it has ended, or nobody cares: the server forgets an abort that overtakes its request."""
-        while True:
+        """Until it has ended: the server forgets an abort that overtakes its request."""
+        while reply.open:
             with contextlib.suppress(ApiError, ServerGoneError):
                 await self._api.post("/abort_request", rid=reply.rid)
-            if reply.rid not in self._replies:
-                return
-            await asyncio.sleep(ABORT_AGAIN_S)
+            if reply.open:
+                await asyncio.sleep(ABORT_AGAIN_S)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -421,7 +427,7 @@ class SglangEngine:
         return ""
 
     async def _colocated(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
-        self._in_background(self._read(reply, self._body(reply.spec, reply.rid)))
+        self._submit(reply)
         async for chunk in self._chunks(reply):
             yield chunk
 
@@ -448,21 +454,20 @@ class SglangEngine:
             joined.lost.add_done_callback(
                 lambda task: None if task.cancelled() else reply.events.put_nowait(_Stop("interrupted", task.result()))
             )
-            body = self._body(spec, reply.rid, bootstrap_port=joined.bootstrap_port)
-            self._in_background(self._read(reply, body))
+            self._submit(reply, joined.bootstrap_port)
             async for chunk in self._chunks(reply):
                 if reply.first and joined is not None:
-                    await joined.close(have=True)
+                    await joined.close(End.HAVE)
                     joined = None
                 yield chunk
         finally:
             stopped.cancel()
             if joined is not None:
-                await joined.close(have=False)
+                await joined.close(End.LEFT if reply.open else End.GONE)
             elif not meeting.done():
                 meeting.cancel()
             elif not meeting.cancelled() and meeting.exception() is None and not reply.first:
-                await meeting.result().close(have=False)
+                await meeting.result().close(End.GONE)  # nothing was submitted
 
     async def _prefill(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
         spec, offset = reply.spec, reply.sent
@@ -485,15 +490,16 @@ class SglangEngine:
                 yield _last(offset, self._version, "refused", reason)
                 return
             reason = "cancelled"
-            body = self._body(spec, reply.rid, bootstrap_port=self._rooms.bootstrap_port)
-            self._in_background(self._read(reply, body))
+            self._submit(reply, self._rooms.bootstrap_port)
             while True:
                 await asyncio.wait((stopped, room.ended), return_when=asyncio.FIRST_COMPLETED)
                 if not stopped.done():
-                    if room.ended.result():
+                    left = room.ended.result()
+                    end, reason = "abandoned", "the decode side is gone"
+                    if left is End.HAVE:
                         end, reason = "handed_over", ""
-                    else:
-                        end, reason = "abandoned", "the decode side is gone"
+                    elif left is End.GONE:  # nobody's pages are written to any more
+                        self._in_background(self._tell_abort(reply))
                     break
                 event = stopped.result()
                 if isinstance(event, _Stop):
@@ -587,6 +593,12 @@ class SglangEngine:
             body["bootstrap_room"] = spec.bootstrap_room
         return body
 
+    def _submit(self, reply: _Reply, bootstrap_port: int = 0) -> None:
+        """Hand it to the server."""
+        reply.open = True
+        self._open += 1
+        self._in_background(self._read(reply, self._body(reply.spec, reply.rid, bootstrap_port)))
+
     async def _read(self, reply: _Reply, body: dict[str, Any]) -> None:
         """The server's stream into `events`. A reply that nobody waits for is aborted once its KV cache has arrived."""
         told = False
@@ -598,13 +610,16 @@ class SglangEngine:
                 reply.events.put_nowait(piece)
                 if reply.over and not told:
                     told = True
-                    await self._tell_abort(reply)
+                    self._in_background(self._tell_abort(reply))
             if not told:
                 reply.events.put_nowait(_Stop("interrupted", "the server ended the stream"))
         except ApiError as error:
             reply.events.put_nowait(_Stop("interrupted" if reply.first else "refused", str(error)))
         except ServerGoneError as error:
             reply.events.put_nowait(_Stop("interrupted", str(error)))
+        finally:
+            reply.open = False
+            self._open -= 1
 
     # ---- accounts ----
 

@@ -6,13 +6,16 @@ token came. Both sides submit only once they know of each other and of the same 
 other side.
 
 One JSON object a line:  decode -> prefill `{"room","version"}`;  prefill -> decode `{"bootstrap_port"}`, or `{"refused"}` and, at any
-time later, `{"broken"}`.  The decode side closes when it has its first token; it says `{"have":true}` before it does.
+time later, `{"broken"}`.  The decode side closes when it has its first token; it says `{"have":true}` before it does, or `{"left":true}`
+where it has given the request up and its server lets it come to its end. A connection that ends without a word is a decode server's end:
+what it was to get would wait in the prefill server for five minutes, and is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 from typing import Final
 
 import msgspec
@@ -35,10 +38,19 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Said(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Later: the hand-over will not be (`broken`), or has been (`have`)."""
+    """Later: the hand-over will not be (`broken`), has been (`have`), or goes on for nobody (`left`)."""
 
     broken: str = ""
     have: bool = False
+    left: bool = False
+
+
+class End(enum.Enum):
+    """How the decode side left its room."""
+
+    HAVE = "has the context"
+    LEFT = "was given up, its server lives"
+    GONE = "is gone"
 
 
 class RefusedError(Exception):
@@ -51,7 +63,7 @@ class Room:
     def __init__(self, version: int) -> None:
         self.version = version
         self.joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it may not, "": it may
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # True: the decode side has it
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()  # of the decode side
         self.broken: asyncio.Future[str] = (
             asyncio.get_running_loop().create_future()
         )  # why, to be told to the decode side
@@ -147,11 +159,12 @@ class Rooms:
                 return
             line = heard.result() if heard.exception() is None else b""
             if not room.ended.done():
-                room.ended.set_result(bool(line) and msgspec.json.decode(line, type=Said).have)
+                said = msgspec.json.decode(line, type=Said) if line else Said()
+                room.ended.set_result(End.HAVE if said.have else End.LEFT if said.left else End.GONE)
         finally:
             heard.cancel()
             if not room.ended.done():
-                room.ended.set_result(False)
+                room.ended.set_result(End.GONE)
 
     async def _room(self, number: int) -> Room | None:
         if number not in self._rooms:
@@ -171,12 +184,12 @@ class Joined:
         self._writer = writer
         self.lost: asyncio.Task[str] = asyncio.create_task(_reason(reader))
 
-    async def close(self, *, have: bool) -> None:
-        """Leave: with the first token, or without."""
+    async def close(self, end: End) -> None:
+        """Leave."""
         self.lost.cancel()
         with contextlib.suppress(OSError):
-            if have:
-                _tell(self._writer, Said(have=True))
+            if end is not End.GONE:
+                _tell(self._writer, Said(have=end is End.HAVE, left=end is End.LEFT))
             self._writer.close()
             await self._writer.wait_closed()
 
