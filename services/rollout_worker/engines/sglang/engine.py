@@ -41,7 +41,7 @@ from services.rollout_worker.engines.sglang.api import (
     ServerGoneError,
     VersionSpan,
 )
-from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Rooms, join
+from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Room, Rooms, join
 from services.rollout_worker.engines.sglang.server import MODES, Server
 from services.rollout_worker.engines.sglang.weights import (
     Held,
@@ -75,7 +75,7 @@ class _Stop(msgspec.Struct, frozen=True):
 class _Reply:
     """A request that the server has, or will have. Its reader fills `events`; who streams it empties them."""
 
-    __slots__ = ("aborted", "events", "first", "open", "over", "rid", "role", "sent", "spec")
+    __slots__ = ("aborted", "arrived", "ended", "events", "first", "over", "rid", "role", "sent", "spec")
 
     def __init__(self, spec: GenerateSpec, rid: str, role: Role) -> None:
         self.spec = spec
@@ -84,7 +84,8 @@ class _Reply:
         self.sent = len(spec.prefix)
         self.first = False  # its first token came: it decodes
         self.aborted = False  # it was told to end
-        self.open = False  # the server has it
+        self.arrived = False  # its first token came from the server, whoever has seen it
+        self.ended = asyncio.Event()  # the server's stream of it is over
         self.over = False  # nobody waits for it any more, or it has ended
         self.events: asyncio.Queue[Piece | _Stop] = asyncio.Queue()
 
@@ -226,6 +227,7 @@ class SglangEngine:
         body: dict[str, Any] = {"new_role": MODES[role]}
         if role is Role.DECODE:
             body["decode_cuda_graph_memory_gb"] = self._rollout.sglang.decode_cuda_graph_gb
+        await self._flush()  # a page that an aborted request has leaked would be counted against the new role
         try:
             await self._api.post("/pd_role_switch", within_s=LOAD_S, **body)
         except (ApiError, ServerGoneError) as error:
@@ -375,10 +377,10 @@ class SglangEngine:
 
     async def _tell_abort(self, reply: _Reply) -> None:
         """Until it has ended: the server forgets an abort that overtakes its request."""
-        while reply.open:
+        while not reply.ended.is_set():
             with contextlib.suppress(ApiError, ServerGoneError):
                 await self._api.post("/abort_request", rid=reply.rid)
-            if reply.open:
+            if not reply.ended.is_set():
                 await asyncio.sleep(ABORT_AGAIN_S)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
@@ -457,17 +459,21 @@ class SglangEngine:
             self._submit(reply, joined.bootstrap_port)
             async for chunk in self._chunks(reply):
                 if reply.first and joined is not None:
-                    await joined.close(End.HAVE)
+                    joined.say(End.HAVE)
+                    await joined.close()
                     joined = None
                 yield chunk
         finally:
             stopped.cancel()
-            if joined is not None:
-                await joined.close(End.LEFT if reply.open else End.GONE)
+            if joined is not None and not reply.ended.is_set():
+                joined.say(End.LEFT)
+                self._in_background(self._see_out(joined, reply))
+            elif joined is not None:
+                await joined.close()
             elif not meeting.done():
                 meeting.cancel()
             elif not meeting.cancelled() and meeting.exception() is None and not reply.first:
-                await meeting.result().close(End.GONE)  # nothing was submitted
+                await meeting.result().close()  # nothing was submitted
 
     async def _prefill(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
         spec, offset = reply.spec, reply.sent
@@ -491,15 +497,14 @@ class SglangEngine:
                 return
             reason = "cancelled"
             self._submit(reply, self._rooms.bootstrap_port)
+            self._in_background(self._watch(reply, room))
             while True:
                 await asyncio.wait((stopped, room.ended), return_when=asyncio.FIRST_COMPLETED)
                 if not stopped.done():
-                    left = room.ended.result()
-                    end, reason = "abandoned", "the decode side is gone"
-                    if left is End.HAVE:
+                    if room.ended.result() is End.HAVE:
                         end, reason = "handed_over", ""
-                    elif left is End.GONE:  # nobody's pages are written to any more
-                        self._in_background(self._tell_abort(reply))
+                    else:
+                        end, reason = "abandoned", "the decode side is gone"
                     break
                 event = stopped.result()
                 if isinstance(event, _Stop):
@@ -517,6 +522,20 @@ class SglangEngine:
             stopped.cancel()
             reply.over = True
             self._rooms.leave(spec.bootstrap_room, reason)
+
+    async def _watch(self, reply: _Reply, room: Room) -> None:
+        """If the decode server ends before it has the context, nobody will take it, and nobody's pages are written to any more."""
+        if not await room.over:
+            await self._tell_abort(reply)
+
+    async def _see_out(self, joined: Joined, reply: _Reply) -> None:
+        """Nobody waits for it here any more; its prefill side hears what its server makes of it."""
+        try:
+            await reply.ended.wait()
+            if reply.arrived:
+                joined.say(End.HAVE)
+        finally:
+            await joined.close()
 
     async def _chunks(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
         """What its reader puts there, as chunks, until it ends. Left early, the request is aborted as soon as that is safe."""
@@ -595,7 +614,6 @@ class SglangEngine:
 
     def _submit(self, reply: _Reply, bootstrap_port: int = 0) -> None:
         """Hand it to the server."""
-        reply.open = True
         self._open += 1
         self._in_background(self._read(reply, self._body(reply.spec, reply.rid, bootstrap_port)))
 
@@ -607,6 +625,7 @@ class SglangEngine:
                 self._silent_since = time.monotonic()
                 if piece.meta_info.finish_reason is not None:
                     told = True
+                reply.arrived = reply.arrived or bool(piece.output_ids)
                 reply.events.put_nowait(piece)
                 if reply.over and not told:
                     told = True
@@ -618,7 +637,7 @@ class SglangEngine:
         except ServerGoneError as error:
             reply.events.put_nowait(_Stop("interrupted", str(error)))
         finally:
-            reply.open = False
+            reply.ended.set()
             self._open -= 1
 
     # ---- accounts ----

@@ -25,6 +25,8 @@ ADOPTED_POLL_S: Final = 1.0
 ADOPTED_MISSES: Final = 5
 END_S: Final = 5.0
 LAST_LINES: Final = 3
+ENVIRONMENT: Final = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
+"""Unless `rollout.sglang.env` says otherwise: a page leaked by an aborted transfer is told in the log, and does not end the server."""
 MODES: Final = {Role.COLOCATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 """`disaggregation_mode`, by role."""
 
@@ -104,7 +106,13 @@ class Server:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", leash.__name__, "env", *_assignments(self._settings.env)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        leash.__name__,
+                        "env",
+                        *_assignments({**ENVIRONMENT, **self._settings.env}),
+                    ),
                     *self.command(role),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
