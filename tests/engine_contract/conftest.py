@@ -281,6 +281,7 @@ class SglangKit(_OfSglang):
         engine = SglangEngine(wanted, "cpu", "", self._logs / "adopted.log", adopt=server.url, room_s=room_s)
         engine._server.relaunch = server.relaunch  # type: ignore[method-assign] # it is the kit's, so adopted
         self._lent.append((server, engine))
+        await asyncio.to_thread(server.pace, 0.004 if slow else None)
         return await self.begin(engine, self, role, version)
 
     async def _server(self, role: Role, wanted: RolloutSection) -> RealServer:

@@ -231,7 +231,7 @@ async def test_new_weights_on_both_sides_and_replies_that_decode_go_on(kit: Any,
         await engine.resume()
     for stream, had in zip(streams, chunks, strict=True):
         had += [chunk async for chunk in stream]
-        assert len(joined(had)) == 60
+        assert len(joined(had)) == 60, had[-1]
         versions = [chunk.version for chunk in had if chunk.tokens]
         assert versions == sorted(versions) and set(versions) == {0, 1}
     _, fresh = both(prefill, decode, spec("fresh", max_new_tokens=3))

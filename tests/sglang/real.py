@@ -118,6 +118,13 @@ class RealServer:
         except OSError:
             return False
 
+    def pace(self, step_s: float | None) -> None:
+        """Every step of its model takes so much longer; None: no longer than it takes."""
+        body = json.dumps({"forward_sleep_time": step_s}).encode()
+        asked = urllib.request.Request(f"{self.url}/slow_down", body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=30):
+            pass
+
     def busy(self) -> int:
         """Requests that the server has."""
         with urllib.request.urlopen(f"{self.url}/v1/loads", timeout=30) as answer:

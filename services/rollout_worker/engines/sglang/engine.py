@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
@@ -127,6 +128,7 @@ class SglangEngine:
         self._context_limit = 0  # tokens of context and reply together
         self._input_limit = 0  # tokens that can be submitted: a little less
         self._numbers = itertools.count(1)
+        self._life = secrets.token_hex(4)  # SGLang aborts a dropped request late, and all whose ids begin alike
         self._tasks: set[asyncio.Task[None]] = set()
         self._replies: dict[str, _Reply] = {}
         self._open = 0  # streams of the server's that have not ended
@@ -401,7 +403,7 @@ class SglangEngine:
         if finish := finish_of(spec):
             yield _last(offset, self._version, finish, "")
             return
-        reply = _Reply(spec, f"{spec.request}#{spec.attempt}.{next(self._numbers)}", self.role)
+        reply = _Reply(spec, f"{spec.request}#{spec.attempt}.{next(self._numbers)}.{self._life}", self.role)
         self._account()
         self._replies[reply.rid] = reply
         try:
@@ -604,13 +606,17 @@ class SglangEngine:
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
-            "extra_key": f"v{self._version}",
+            "extra_key": self._cache_key(rid),
         }
         if bootstrap_port:
             body["bootstrap_host"] = spec.bootstrap_host
             body["bootstrap_port"] = bootstrap_port
             body["bootstrap_room"] = spec.bootstrap_room
         return body
+
+    def _cache_key(self, rid: str) -> str:
+        """What shares prefixes. On a decode server nothing does: one that was a prefill server has a prefix cache, and leaks what it finds."""
+        return f"v{self._version}" if self.role is not Role.DECODE else f"v{self._version}.{rid}"
 
     def _submit(self, reply: _Reply, bootstrap_port: int = 0) -> None:
         """Hand it to the server."""
