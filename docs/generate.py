@@ -105,14 +105,24 @@ def configuration_page() -> str:
     for field in msgspec.structs.fields(jobfile.JobFile):
         section = {"nodes": "NodeSection", "timeouts": "TimeoutSection"}.get(field.name, f"{_camel(field.name)}Section")
         header = f"[[{field.name}]]" if field.name == "nodes" else f"[{field.name}]"
-        out += [f"## `{header}`", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        for node in sections[section].body:
+        out += _section(header, sections[section], lines)
+        for node in sections[section].body:  # a section within it
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
-                comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")[2].replace("|", "\\|")
-                out.append(f"| `{node.target.id}` | {ast.unparse(node.annotation)} | {default} | {comment} |")
-        out.append("")
+                inner = sections.get(ast.unparse(node.annotation))
+                if inner is not None:
+                    out += _section(f"[{field.name}.{node.target.id}]", inner, lines)
     return "\n".join(out).rstrip() + "\n"
+
+
+def _section(header: str, section: ast.ClassDef, lines: list[str]) -> list[str]:
+    """A heading and a table of its keys."""
+    out = [f"## `{header}`", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+    for node in section.body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
+            comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")[2].replace("|", "\\|")
+            out.append(f"| `{node.target.id}` | {ast.unparse(node.annotation)} | {default} | {comment} |")
+    return [*out, ""]
 
 
 def _camel(name: str) -> str:

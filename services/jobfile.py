@@ -104,13 +104,14 @@ class SglangSection(_Section, frozen=True, kw_only=True):
 
     python: str = ""  # interpreter of the environment that has SGLang; "": this one
     args: tuple[str, ...] = ()  # further arguments of sglang.launch_server, after those that the worker sets
-    decode_args: tuple[str, ...] = ()  # and for servers in the role decode
+    decode_args: tuple[str, ...] = ()  # and of servers in the role decode, or that may come to it
     env: dict[str, str] = {}  # further environment variables
     ready_s: PositiveFloat = 900.0  # a server that takes no requests after so long has failed
     transfer_backend: str = "mooncake"  # of KV caches between prefill and decode servers
     role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
     decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
     memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    verify_weights: bool = True  # after an update, compare the server's checksums with what changed in the snapshot
     adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
 
 

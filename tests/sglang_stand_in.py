@@ -7,11 +7,13 @@ one. With PEARL_SGLANG_PYTHON pytest runs the same tests on real servers. Tokens
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
+from safetensors.numpy import load_file
 
 from services.rollout_worker.engines.emulated import made_up
 from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL
@@ -32,13 +34,17 @@ class StandIn:
         self.requests: dict[str, asyncio.Event] = {}  # rid -> it is to be aborted
         self.bootstrap_port = 0
         self.sins: list[str] = []  # what must not be done to a real server
+        self.release = VERSION
+        self.folder = ""  # what it holds the weights of
+        self.ignores_updates = False  # it says that it has loaded what it has not
         self._slow_s = slow_s
+        self._moving = 0  # requests whose KV cache is on its way
         self._limit = limit
         self._slots = asyncio.Semaphore(running)
         self._going = asyncio.Event()
         self._going.set()
         self._cached: dict[str, set[tuple[int, ...]]] = {}
-        self._paths = [*NEEDED, *OPTIONAL]
+        self.paths = [*NEEDED, *OPTIONAL]
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -50,6 +56,7 @@ class StandIn:
                 web.get("/openapi.json", self._openapi),
                 web.get("/server_info", self._server_info),
                 web.get("/model_info", self._model_info),
+                web.get("/v1/loads", self._loads),
                 web.post("/generate", self._generate),
                 web.post("/abort_request", self._abort),
                 web.post("/pause_generation", self._pause),
@@ -58,6 +65,8 @@ class StandIn:
                 web.post("/release_memory_occupation", self._release),
                 web.post("/resume_memory_occupation", self._resume),
                 web.post("/pd_role_switch", self._switch),
+                web.post("/weights_checker", self._checker),
+                web.post("/flush_cache", self._flush),
             ]
         )
         self._runner = web.AppRunner(app, shutdown_timeout=0.1)
@@ -82,19 +91,30 @@ class StandIn:
         return web.json_response({"status": "ok"})
 
     async def _openapi(self, request: web.Request) -> web.Response:
-        return web.json_response({"paths": {path: {} for path in self._paths}})
+        return web.json_response({"paths": {path: {} for path in self.paths}})
 
     async def _server_info(self, request: web.Request) -> web.Response:
         return web.json_response(
             {
-                "version": VERSION,
+                "version": self.release,
+                "dtype": "float32",
                 "max_total_num_tokens": self._limit,
                 "max_req_input_len": self._limit,
                 "incremental_streaming_output": True,
                 "disaggregation_bootstrap_port": self.bootstrap_port,
-                "internal_states": [{"num_running_reqs": len(self.requests)}],
+                "internal_states": [{}],
             }
         )
+
+    async def _loads(self, request: web.Request) -> web.Response:
+        waiting = self._moving if self.mode == "decode" else 0
+        inflight = self._moving if self.mode == "prefill" else 0
+        load = {
+            "num_running_reqs": len(self.requests) - self._moving,
+            "num_waiting_reqs": waiting,
+            "disaggregation": {"prefill_inflight_queue_reqs": inflight},
+        }
+        return web.json_response({"version": self.release, "loads": [load]})
 
     async def _model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"weight_version": self.version, "disaggregation_mode": self.mode})
@@ -120,10 +140,30 @@ class StandIn:
         body = await request.json()
         if not await asyncio.to_thread((Path(body["model_path"]) / "config.json").is_file):
             return web.json_response({"success": False, "message": f"no model in {body['model_path']}"}, status=400)
-        if body["flush_cache"]:
-            self._cached.clear()
         self.version = body["weight_version"]
+        if not self.ignores_updates:
+            self.folder = body["model_path"]
+        if body["flush_cache"] and not self._flushed():
+            message = (
+                "Weights were updated, but the cache was not flushed because requests are still running or queued."
+            )
+            return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "ok"})
+
+    def _flushed(self) -> bool:
+        """A pause takes those that decode from the batch; those whose context is on its way stay."""
+        if self.requests and (self._going.is_set() or self._moving):
+            return False
+        self._cached.clear()
+        return True
+
+    async def _flush(self, request: web.Request) -> web.Response:
+        return web.Response(status=200 if self._flushed() else 400, text="Flush cache failed.\n")
+
+    async def _checker(self, request: web.Request) -> web.Response:
+        checksums = await asyncio.to_thread(checksums_of, self.folder) if self.folder else {}
+        rank = {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": {"role": "target"}}
+        return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
 
     async def _release(self, request: web.Request) -> web.Response:
         if self.requests:
@@ -139,6 +179,9 @@ class StandIn:
         body = await request.json()
         if body["new_role"] == "decode" and "decode_cuda_graph_memory_gb" not in body:
             return web.json_response({"error": {"message": "decode_cuda_graph_memory_gb is required"}}, status=400)
+        if self.requests:
+            text = "instance is not idle; drain all requests before switching"
+            return web.json_response({"error": {"message": text}}, status=400)
         self.mode = body["new_role"]
         return web.json_response({"success": True})
 
@@ -216,6 +259,14 @@ class StandIn:
             return False
         if self.mode == "null":
             return True
+        self._moving += 1
+        try:
+            return await self._transfer(key, abort)
+        finally:
+            self._moving -= 1
+
+    async def _transfer(self, key: tuple[int, int], abort: asyncio.Event) -> bool:
+        """Until the other side has done its part. False: aborted."""
         meeting = TRANSFERS.setdefault(key, {"here": asyncio.Event(), "sent": asyncio.Event()})
         mine, other = ("sent", "here") if self.mode == "prefill" else ("here", "sent")
         meeting[mine].set()
@@ -223,9 +274,8 @@ class StandIn:
         await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
         for wait in waits:
             wait.cancel()
-        assert not abort.is_set() or meeting[other].is_set(), (
-            "aborted while its KV cache is on its way: a real server may corrupt pages"
-        )
+        if abort.is_set() and not meeting[other].is_set() and self.mode == "decode":
+            self.sins.append("aborted while its KV cache is on its way: a real server may corrupt pages")
         return not abort.is_set()
 
     async def _moment(self, seconds: float, abort: asyncio.Event) -> bool:
@@ -244,3 +294,17 @@ class StandIn:
         cut = next((length for length in range(len(ids) - 1, 0, -1) if tuple(ids[:length]) in held), 0)
         held.add(tuple(ids[:-1]))
         return cut
+
+
+def checksums_of(folder: str) -> dict[str, str]:
+    """As a server on CPUs makes them: q, k and v are one tensor there, and so are gate and up."""
+    held: dict[str, Any] = {}
+    for file in sorted(Path(folder).glob("*.safetensors")):
+        held.update(load_file(file))
+    parts: dict[str, list[bytes]] = {}
+    for fused, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
+        for name in names:
+            for tensor in [each for each in held if f".{name}." in each]:
+                parts.setdefault(tensor.replace(name, fused), []).append(held.pop(tensor).tobytes())
+    parts |= {name: [tensor.tobytes()] for name, tensor in held.items()}
+    return {name: hashlib.sha256(b"".join(each)).hexdigest()[:16] for name, each in parts.items()}

@@ -25,6 +25,8 @@ from urllib.parse import urlsplit
 import msgspec
 
 from services import jobfile
+from services.cli.doctor_sglang import look_at_sglang
+from services.cli.finding import Finding
 from services.cli.preflight import check_configs, check_environment, check_nodes
 from services.cli.progress import progress
 from services.cli.runs import job_path_of
@@ -47,20 +49,11 @@ CLOCK_MS: Final = 1000
 ANSWER_S: Final = 5.0
 
 
-class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """One problem. `check` names what was looked at."""
-
-    check: str
-    what: str
-    where: str
-    do: str
-
-
 def run(arguments: argparse.Namespace) -> int:
     """Exit 0 if nothing was found, 1 otherwise, 2 if the job file is wrong."""
     job, path = _job(arguments)
     with progress("looking at the machine, the job file, the model, the server"):
-        findings = [*look_at_machine(job), *look_at_job(job, path), *look_at_files(job)]
+        findings = [*look_at_machine(job), *look_at_job(job, path), *look_at_files(job), *look_at_sglang(job)]
         findings += asyncio.run(look_at_server(job))
     if arguments.json:
         print(json.dumps({"ok": not findings, "findings": [msgspec.to_builtins(each) for each in findings]}))

@@ -32,7 +32,7 @@ from messages.rollout_worker import CancelRequest, Generate, UpdateWeights
 from messages.runtime_tracker import WorkerHeartbeat
 from messages.subjects import TOKEN, decode_on, message_id, node_of, subject_of
 from services.connect import connect
-from services.jobfile import JobFile
+from services.jobfile import JobFile, parse_policy
 from services.rollout_worker.attempt_log import AttemptLog
 from services.rollout_worker.config import LIVENESS_MS, Config
 from services.rollout_worker.core import (
@@ -157,6 +157,7 @@ class RolloutWorker:
         await self._engine.start()
         if not self.state.resident:
             await self._engine.release()
+        self._heard = _now_s()  # a server may take minutes to start: the bus had no reason to speak
         try:
             async with asyncio.TaskGroup() as group:
                 self._tasks = group
@@ -549,6 +550,11 @@ def _model_folder(job: JobFile) -> str:
     return str(initial_model(job))
 
 
+def first_role(job: JobFile) -> Role:
+    """What an engine is started as, where a change to or from colocation would be a relaunch: whatever the job certainly needs."""
+    return Role.PREFILL if parse_policy(job.decision.policy) not in (None, (0, 0)) else Role.COLOCATED
+
+
 async def run_worker(
     job: JobFile, bus: Bus, worker: str, incarnation: int, stop: asyncio.Event, *, age_s: float = 0.0
 ) -> None:
@@ -568,6 +574,7 @@ async def run_worker(
         model=model,
         log_file=job.run_dir / "logs" / f"{worker}.sglang.log",
         worker=worker,
+        first_role=first_role(job),
     )
     await RolloutWorker(config, bus, engine, WorkerId(worker), Incarnation(incarnation), began=began).run(stop)
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -17,13 +15,14 @@ from services.jobfile import JobFile, JobSection, RolloutSection, SglangSection
 from services.rollout_worker.engines.base import Engine
 from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
 from services.rollout_worker.engines.kv_transfer import Limits
-from services.rollout_worker.engines.sglang.api import Api
 from services.rollout_worker.engines.sglang.engine import SglangEngine
-from services.rollout_worker.engines.sglang.server import MODES, Server, free_port
+from services.rollout_worker.engines.sglang.server import MODES
 from services.snapshot import write_folder
 from services.timing import hardware
 from services.timing.hardware import Value
 from tests.engine_contract import streams
+from tests.sglang import real
+from tests.sglang.real import RealServer
 from tests.sglang_stand_in import StandIn
 
 VOCAB = 40
@@ -33,6 +32,8 @@ class Kit(Protocol):
     """`make`: a started engine in a role; `slow`: several milliseconds a token; other options are those of [rollout]."""
 
     name: str
+    paced: bool
+    """Whether `slow` holds for prefills, too: a transfer that is under way stays so for a while."""
 
     async def make(
         self,
@@ -64,6 +65,8 @@ class Kit(Protocol):
 
 
 class _Made:
+    paced = True
+
     def __init__(self) -> None:
         self._engines: list[Engine] = []
 
@@ -249,10 +252,11 @@ class SglangKit(_OfSglang):
     """The engine `sglang` on real servers (docs/sglang.md). A server takes half a minute to start, so they are kept and adopted."""
 
     name = "sglang"
-    servers: ClassVar[dict[tuple[Any, ...], list[Server]]] = {}
-    """Idle ones, by what they were started with."""
-    MOST: ClassVar[int] = 3
-    """Servers kept: each has 0.7 GB resident, or 2 GB disaggregated."""
+    paced = False
+    servers: ClassVar[list[RealServer]] = []
+    """Idle ones, the longest idle first."""
+    MOST: ClassVar[int] = 4
+    """Servers at a time: each has 0.7 GB resident, or 2 GB disaggregated."""
 
     def __init__(self, python: str, folders: list[str], folder: Path, logs: Path) -> None:
         super().__init__()
@@ -260,18 +264,7 @@ class SglangKit(_OfSglang):
         self._folders = folders
         self._folder = folder
         self._logs = logs
-        self._lent: list[tuple[tuple[Any, ...], Server]] = []
-
-    def settings(self) -> SglangSection:
-        """Of a server on CPUs."""
-        return SglangSection(
-            python=self._python,
-            args=CPU_ARGS,
-            decode_args=("--disaggregation-decode-retraction-backup", "cpu_tensor"),
-            env=CPU_ENV,
-            transfer_backend="mooncake_tcp",
-            memory_saver=False,
-        )
+        self._lent: list[tuple[RealServer, SglangEngine]] = []
 
     async def make(
         self,
@@ -282,29 +275,31 @@ class SglangKit(_OfSglang):
         limits: Limits | None = None,
         **options: Any,
     ) -> SglangEngine:
-        wanted = RolloutSection(engine="sglang", sglang=self.settings(), **options)
-        key = (role, wanted.kv_cache_tokens, wanted.max_running, wanted.prefill_chunk_tokens)
-        server = await self._server(key, role, wanted)
+        wanted = RolloutSection(engine="sglang", sglang=real.settings(self._python), **options)
+        server = await self._server(role, wanted)
         room_s = (limits or Limits()).room_s
-        log = self._logs / "adopted.log"
-        engine = SglangEngine(wanted, "cpu", "", log, adopt=server.api.url, room_s=room_s)
+        engine = SglangEngine(wanted, "cpu", "", self._logs / "adopted.log", adopt=server.url, room_s=room_s)
+        engine._server.relaunch = server.relaunch  # type: ignore[method-assign] # it is the kit's, so adopted
+        self._lent.append((server, engine))
+        await asyncio.to_thread(server.pace, 0.004 if slow else None)
         return await self.begin(engine, self, role, version)
 
-    async def _server(self, key: tuple[Any, ...], role: Role, wanted: RolloutSection) -> Server:
-        idle = self.servers.setdefault(key, [])
-        if not idle:
-            while sum(map(len, self.servers.values())) + len(self._lent) >= self.MOST:
-                oldest = next((kept for kept in self.servers.values() if kept), None)
-                if oldest is None:
-                    break
-                await oldest.pop(0).stop()
-            number = free_port("127.0.0.1")
-            server = Server(wanted, self._folders[0], "cpu", "127.0.0.1", self._logs / f"sglang-{number}.log")
-            await server.start(role)
-            idle.append(server)
-        server = idle.pop()
-        self._lent.append((key, server))
+    async def _server(self, role: Role, wanted: RolloutSection) -> RealServer:
+        """An idle one, or a new one in an idle one's place. What bounds one context is the engine's own, so roomy servers do."""
+        running = 0 if wanted.max_running == RolloutSection().max_running else wanted.max_running
+        fitting = [each for each in self.servers if (each.role, each.running) == (role, running)]
+        if fitting:
+            self.servers.remove(fitting[-1])
+            return fitting[-1]
+        while self.servers and len(self.servers) + len(self._lent) >= self.MOST:
+            self.servers.pop(0).kill()
+        self.started.append(role)
+        log = self._logs / f"{len(self.started)}-{role}.log"
+        server = RealServer(self._python, self._folders[0], role, log, running)
+        await server.relaunch(role)
         return server
+
+    started: ClassVar[list[Role]] = []
 
     def snapshot(self, version: int) -> str:
         return self._folders[version]
@@ -314,20 +309,10 @@ class SglangKit(_OfSglang):
 
     async def stop(self) -> None:
         await super().stop()
-        for key, server in self._lent:
-            server.api = Api(server.api.url)  # of the next test's event loop
-            self.servers[key].append(server)
-
-
-CPU_ARGS = ("--attention-backend", "torch_native", "--dtype", "float32", "--disable-overlap-schedule")
-CPU_ENV = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parents[1] / "sglang" / "shim"),
-}
-SGLANG_PYTHON = os.environ.get("PEARL_SGLANG_PYTHON", "")
-"""Interpreter of an environment with SGLang (tests/sglang/setup.sh); "": its tests are left out."""
+        for server, engine in self._lent:
+            server.role = engine.role
+            await asyncio.to_thread(server.until_idle)
+            self.servers.append(server)
 
 
 @pytest.fixture(scope="session")
@@ -349,7 +334,7 @@ def torch_snapshots(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return folders
 
 
-@pytest.fixture(params=["torch", "emulated", "sglang-stand-in", *(["sglang"] if SGLANG_PYTHON else [])])
+@pytest.fixture(params=["torch", "emulated", "sglang-stand-in", *(["sglang"] if real.PYTHON else [])])
 async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Any]:
     made: Any
     if request.param == "torch":
@@ -359,7 +344,7 @@ async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[A
     elif request.param == "sglang":
         folders = request.getfixturevalue("torch_snapshots")
         logs = request.getfixturevalue("sglang_logs")
-        made = SglangKit(SGLANG_PYTHON, folders, tmp_path, logs)
+        made = SglangKit(real.PYTHON, folders, tmp_path, logs)
     else:
         made = StandInKit(tmp_path / "snapshots")
     streams.DEFAULTS["temperature"] = 0.0 if request.param == "sglang" else 1.0  # no seeded sampling on CPUs there
@@ -371,5 +356,5 @@ async def kit(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[A
 @pytest.fixture(scope="session")
 def sglang_logs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield tmp_path_factory.mktemp("sglang")
-    for server in itertools.chain.from_iterable(SglangKit.servers.values()):
+    for server in SglangKit.servers:
         server.kill()

@@ -49,6 +49,16 @@ async def test_a_reply_that_had_ended_ends_at_once(kit: Any):
         assert (chunk.finish, chunk.offset, chunk.tokens) == (finish, 2, [])
 
 
+async def test_an_answer_may_have_no_tokens_or_end_with_its_first(kit: Any):
+    engine = await kit.make()
+    (chunk,) = await run(engine, spec(max_new_tokens=0))
+    assert (chunk.finish, chunk.offset, chunk.tokens) == ("length", 0, [])
+    first = joined(await run(engine, spec("r2", max_new_tokens=1)))
+    chunks = await run(engine, spec("r3", stop_ids=first))
+    assert chunks[-1].finish == "stop" and joined(chunks) == first
+    await until_idle(kit, engine)
+
+
 async def test_stop_ids_end_a_reply_with_the_first_of_them(kit: Any):
     engine = await kit.make()
     whole = joined(await run(engine, spec()))

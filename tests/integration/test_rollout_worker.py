@@ -21,6 +21,7 @@ from services.jobfile import AgentSection, JobFile, JobSection, RolloutSection, 
 from services.models import initial_model, read_weights
 from services.rollout_worker.config import Config
 from services.rollout_worker.engines import make_engine
+from services.rollout_worker.engines.torch_engine import TorchEngine
 from services.rollout_worker.service import OrphanedError, RolloutWorker
 from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
@@ -374,6 +375,32 @@ async def test_an_orphan_ends_itself(tmp_path: Path):
     with pytest.raises(OrphanedError, match="no sign of the bus for 3"):
         async with asyncio.timeout(10):
             await world.task
+
+
+async def test_a_long_start_makes_no_orphan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    job = job_of(tmp_path, timeouts=TimeoutSection(orphan_ms=60000), rollout=RolloutSection(heartbeat_ms=20))
+    world = World(job, MemoryBroker())
+    begin, beaten = TorchEngine.start, asyncio.Event()
+
+    async def slow_start(engine: TorchEngine) -> None:
+        await begin(engine)
+        world.worker._heard -= 600  # as if it had taken ten minutes
+        durable = world.worker._bus.publish_durable
+
+        async def later(*arguments: Any, **named: Any) -> Any:
+            await beaten.wait()  # the stream's answer comes after the first heartbeat
+            return await durable(*arguments, **named)
+
+        monkeypatch.setattr(world.worker._bus, "publish_durable", later)
+
+    monkeypatch.setattr(TorchEngine, "start", slow_start)
+    beats = await world.bus.subscribe(telemetry_subject(JOB, WorkerHeartbeat))
+    await world.start()
+    beat = asyncio.create_task(anext(aiter(beats)))
+    await asyncio.wait((beat, world.task), return_when=asyncio.FIRST_COMPLETED, timeout=10)
+    beaten.set()
+    await world.serve()
+    await world.end()
 
 
 async def test_a_healthy_bus_keeps_an_idle_worker(tmp_path: Path):

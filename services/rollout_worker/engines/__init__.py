@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from messages.ids import Role
 from services.jobfile import EmulationSection, RolloutSection
 from services.rollout_worker.engines.base import Engine
 
@@ -18,11 +19,12 @@ def make_engine(
     model: str = "",
     log_file: Path = Path("sglang.log"),
     worker: str = "",
+    first_role: Role = Role.COLOCATED,
 ) -> Engine:
     """The engine that `rollout.engine` names (checked by the worker's Config), on a node with this address.
 
     `age_s`: how long the process has been starting, which an emulated preparation counts as done. `model`: the folder that an SGLang
-    server starts from; its output goes to `log_file`. Raises ConfigError.
+    server starts from, as `first_role`; its output goes to `log_file`. Raises ConfigError.
     """
     if rollout.engine == "emulated":
         from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
@@ -43,7 +45,7 @@ def make_engine(
         from services.rollout_worker.engines.sglang.engine import SglangEngine
 
         adopt = rollout.sglang.adopt.get(worker, "")
-        return SglangEngine(rollout, device, model, log_file, address=address, adopt=adopt)
+        return SglangEngine(rollout, device, model, log_file, address=address, adopt=adopt, first_role=first_role)
     assert rollout.engine == "torch", f"no engine {rollout.engine!r}"
     from services.rollout_worker.engines.torch_engine import TorchEngine  # torch: heavy
 

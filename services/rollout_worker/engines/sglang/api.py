@@ -13,6 +13,7 @@ from typing import Any, Final
 import aiohttp
 import msgspec
 
+LOADS: Final = "/v1/loads"
 NEEDED: Final = (
     "/abort_request",
     "/continue_generation",
@@ -24,9 +25,13 @@ NEEDED: Final = (
     "/resume_memory_occupation",
     "/server_info",
     "/update_weights_from_disk",
+    LOADS,
 )
 """Without one of these a server cannot be driven."""
+CHECKER: Final = "/weights_checker"
 OPTIONAL: Final = {
+    CHECKER: "updates of weights are believed without a look at the server's checksums",
+    "/flush_cache": "prefixes of old weights stay in the cache until they are displaced; no new request finds them",
     "/pd_role_switch": "prefill and decode workers change roles by a relaunch",
 }
 """What is done without one of these."""

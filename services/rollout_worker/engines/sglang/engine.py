@@ -6,6 +6,7 @@ snapshots; `weight_version` is the policy version. What SGLang leaves to its use
 - the prefix cache of old weights serves no new request (each version has its own cache key);
 - memory is released only after a verified drain (released while busy, the whole server exits);
 - prefill and decode requests of different versions never meet, and neither waits for a dead other (`rooms`);
+- an update of weights is believed only when the server's checksums bear it out (`weights`);
 - a request is never aborted while its KV cache may be on its way: it is left to come to its first token, then aborted.
 
 Not as in the embedded engine: with a temperature, a resumed reply draws what an uninterrupted one would have drawn only where the
@@ -18,6 +19,7 @@ import asyncio
 import contextlib
 import itertools
 import math
+import secrets
 import time
 from collections.abc import AsyncGenerator, Coroutine
 from pathlib import Path
@@ -29,9 +31,27 @@ from messages.ids import PolicyVersion, Role
 from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.ends import finish_of
-from services.rollout_worker.engines.sglang.api import LOAD_S, Api, ApiError, Ended, Piece, ServerGoneError, VersionSpan
-from services.rollout_worker.engines.sglang.rooms import Joined, RefusedError, Rooms, join
+from services.rollout_worker.engines.sglang.api import (
+    CHECKER,
+    LOAD_S,
+    LOADS,
+    Api,
+    ApiError,
+    Ended,
+    Piece,
+    ServerGoneError,
+    VersionSpan,
+)
+from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Room, Rooms, join
 from services.rollout_worker.engines.sglang.server import MODES, Server
+from services.rollout_worker.engines.sglang.weights import (
+    Held,
+    WeightFileError,
+    mismatch,
+    sources,
+    stored_type,
+    sums_of,
+)
 from services.runtime.log import get_logger
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
@@ -56,7 +76,7 @@ class _Stop(msgspec.Struct, frozen=True):
 class _Reply:
     """A request that the server has, or will have. Its reader fills `events`; who streams it empties them."""
 
-    __slots__ = ("aborted", "events", "first", "over", "rid", "role", "sent", "spec")
+    __slots__ = ("aborted", "arrived", "ended", "events", "first", "over", "rid", "role", "sent", "spec")
 
     def __init__(self, spec: GenerateSpec, rid: str, role: Role) -> None:
         self.spec = spec
@@ -65,6 +85,8 @@ class _Reply:
         self.sent = len(spec.prefix)
         self.first = False  # its first token came: it decodes
         self.aborted = False  # it was told to end
+        self.arrived = False  # its first token came from the server, whoever has seen it
+        self.ended = asyncio.Event()  # the server's stream of it is over
         self.over = False  # nobody waits for it any more, or it has ended
         self.events: asyncio.Queue[Piece | _Stop] = asyncio.Queue()
 
@@ -87,21 +109,29 @@ class SglangEngine:
         address: str = "127.0.0.1",
         adopt: str = "",
         room_s: float = 20.0,
+        first_role: Role = Role.COLOCATED,
     ) -> None:
-        self.role = Role.COLOCATED
+        self.role = first_role
         self._rollout = rollout
         self._server = Server(rollout, model, device, address, log_file, adopt)
         self._rooms = Rooms(address, self._server.bootstrap_port, room_s)
         self._room_s = room_s
         self._version = NO_WEIGHTS
         self._snapshot = ""
+        self._model = model
+        self._fresh = False  # the server has what it was launched with
+        self._held: Held | None = None  # what it was last seen to have; None: of an adopted one, at first
+        self._verifies = rollout.sglang.verify_weights
+        self._dtype = ""
         self._released = False
         self._paused = ""  # the mode
         self._context_limit = 0  # tokens of context and reply together
         self._input_limit = 0  # tokens that can be submitted: a little less
         self._numbers = itertools.count(1)
+        self._life = secrets.token_hex(4)  # SGLang aborts a dropped request late, and all whose ids begin alike
         self._tasks: set[asyncio.Task[None]] = set()
         self._replies: dict[str, _Reply] = {}
+        self._open = 0  # streams of the server's that have not ended
         self._silent_since = 0.0
         self._sums = Load()
         self._at = 0.0  # until when busy time was summed
@@ -157,6 +187,10 @@ class SglangEngine:
             raise EngineError(f"SGLang {info.get('version')} at {self._api.url} lacks {', '.join(missing)}")
         for consequence in consequences:
             log.warning(f"SGLang {info.get('version')}: {consequence}", action="sglang.surface")
+        if any(each.startswith(CHECKER) for each in consequences):
+            self._verifies = False
+        self._dtype = str(info.get("dtype", ""))
+        self._held, self._fresh = None, not self._server.adopted
         limits = (info.get("max_total_num_tokens"), info.get("context_length"))
         known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
         self._context_limit = min([*known, self._rollout.kv_cache_tokens])
@@ -195,6 +229,7 @@ class SglangEngine:
         body: dict[str, Any] = {"new_role": MODES[role]}
         if role is Role.DECODE:
             body["decode_cuda_graph_memory_gb"] = self._rollout.sglang.decode_cuda_graph_gb
+        await self._flush()  # a page that an aborted request has leaked would be counted against the new role
         try:
             await self._api.post("/pd_role_switch", within_s=LOAD_S, **body)
         except (ApiError, ServerGoneError) as error:
@@ -205,22 +240,61 @@ class SglangEngine:
     async def load_snapshot(self, directory: str, version: PolicyVersion) -> None:
         if self._released:
             raise EngineError("device memory is released: restore it first")
+        if self._verifies and self._fresh:
+            self._held = await self._holds(self._model)
+        self._fresh = False
         try:
             await self._api.post(
                 "/update_weights_from_disk",
                 within_s=LOAD_S,
                 model_path=directory,
                 weight_version=str(version),
-                flush_cache=self._paused == "retract"
-                or not self._replies,  # else they go on with theirs, see `extra_key`
+                flush_cache=False,  # which fails an update that was made, where any request is under way
                 keep_pause=bool(self._paused),
             )
         except (ApiError, ServerGoneError) as error:
             raise EngineError(f"version {version} from {directory}: {error}") from error
+        if self._paused == "retract" or not self._replies:
+            await self._flush()  # else they go on with theirs, see `extra_key`
+        if self._verifies:
+            await self._verify(directory, version)
         self._version, self._snapshot = version, directory
         for reply in self._replies.values():
             if reply.in_transfer:
                 self._end_soon(reply, f"weights of version {version} came")
+
+    async def _verify(self, directory: str, version: PolicyVersion) -> None:
+        """The server holds what is in that folder. Raises EngineError; then nothing more is served, or ended, with what it holds."""
+        held = await self._holds(directory)
+        problem = mismatch(self._held, held) if held is not None and self._held is not None else ""
+        if not problem:
+            self._held = held or self._held
+            return
+        self._version, self._snapshot = NO_WEIGHTS, ""
+        for reply in self._replies.values():
+            reply.events.put_nowait(_Stop("interrupted", f"weights of version {version} are not as they should be"))
+        raise EngineError(f"version {version} from {directory}: the server says it is loaded, but {problem}")
+
+    async def _holds(self, directory: str) -> Held | None:
+        """What is in the folder, and in the server, which is thought to have loaded it. None, with a warning: that cannot be known."""
+        try:
+            answer, found = await asyncio.gather(
+                self._api.post(CHECKER, within_s=LOAD_S, action="checksum"),
+                asyncio.to_thread(sources, directory),
+            )
+        except (ApiError, ServerGoneError, WeightFileError, OSError) as error:
+            log.warning(f"weights are not verified: {error}", action="sglang.unverified")
+            return None
+        return Held(sources=found, sums=sums_of(answer.get("ranks", [])), dtype=stored_type(self._dtype, directory))
+
+    async def _flush(self) -> None:
+        """Forget prefixes of old weights. Refused while a context is on its way: then they age, since no new request finds them."""
+        try:
+            await self._api.post("/flush_cache")
+        except ApiError as error:
+            log.info(f"prefixes of old weights stay until they are displaced: {error}", action="sglang.flush")
+        except ServerGoneError as error:
+            raise EngineError(str(error)) from error
 
     async def release(self) -> int:
         if self._replies:
@@ -259,9 +333,13 @@ class SglangEngine:
             raise EngineError(f"the server has not become idle within {DRAIN_S:g} s") from None
 
     async def _busy(self) -> int:
-        info = await self._api.get("/server_info")
-        states: list[dict[str, Any]] = info.get("internal_states", [])
-        return sum(int(state.get("num_running_reqs", 0)) + int(state.get("num_queue_reqs", 0)) for state in states)
+        """Requests of ours that it has not ended, and all that it counts itself, of whoever's."""
+        answer = await self._api.get(LOADS)
+        loads: list[dict[str, Any]] = answer.get("loads", [])
+        moving = sum(int(each.get("disaggregation", {}).get("prefill_inflight_queue_reqs", 0)) for each in loads)
+        return (
+            self._open + moving + sum(int(each["num_running_reqs"]) + int(each["num_waiting_reqs"]) for each in loads)
+        )
 
     # ---- pauses ----
 
@@ -300,13 +378,12 @@ class SglangEngine:
             self._in_background(self._tell_abort(reply))
 
     async def _tell_abort(self, reply: _Reply) -> None:
-        """Until it has ended, or nobody cares: the server forgets an abort that overtakes its request."""
-        while True:
+        """Until it has ended: the server forgets an abort that overtakes its request."""
+        while not reply.ended.is_set():
             with contextlib.suppress(ApiError, ServerGoneError):
                 await self._api.post("/abort_request", rid=reply.rid)
-            if reply.rid not in self._replies:
-                return
-            await asyncio.sleep(ABORT_AGAIN_S)
+            if not reply.ended.is_set():
+                await asyncio.sleep(ABORT_AGAIN_S)
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -326,7 +403,7 @@ class SglangEngine:
         if finish := finish_of(spec):
             yield _last(offset, self._version, finish, "")
             return
-        reply = _Reply(spec, f"{spec.request}#{spec.attempt}.{next(self._numbers)}", self.role)
+        reply = _Reply(spec, f"{spec.request}#{spec.attempt}.{next(self._numbers)}.{self._life}", self.role)
         self._account()
         self._replies[reply.rid] = reply
         try:
@@ -354,7 +431,7 @@ class SglangEngine:
         return ""
 
     async def _colocated(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
-        self._in_background(self._read(reply, self._body(reply.spec, reply.rid)))
+        self._submit(reply)
         async for chunk in self._chunks(reply):
             yield chunk
 
@@ -381,21 +458,24 @@ class SglangEngine:
             joined.lost.add_done_callback(
                 lambda task: None if task.cancelled() else reply.events.put_nowait(_Stop("interrupted", task.result()))
             )
-            body = self._body(spec, reply.rid, bootstrap_port=joined.bootstrap_port)
-            self._in_background(self._read(reply, body))
+            self._submit(reply, joined.bootstrap_port)
             async for chunk in self._chunks(reply):
                 if reply.first and joined is not None:
-                    await joined.close(have=True)
+                    joined.say(End.HAVE)
+                    await joined.close()
                     joined = None
                 yield chunk
         finally:
             stopped.cancel()
-            if joined is not None:
-                await joined.close(have=False)
+            if joined is not None and not reply.ended.is_set():
+                joined.say(End.LEFT)
+                self._in_background(self._see_out(joined, reply))
+            elif joined is not None:
+                await joined.close()
             elif not meeting.done():
                 meeting.cancel()
             elif not meeting.cancelled() and meeting.exception() is None and not reply.first:
-                await meeting.result().close(have=False)
+                await meeting.result().close()  # nothing was submitted
 
     async def _prefill(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
         spec, offset = reply.spec, reply.sent
@@ -418,12 +498,12 @@ class SglangEngine:
                 yield _last(offset, self._version, "refused", reason)
                 return
             reason = "cancelled"
-            body = self._body(spec, reply.rid, bootstrap_port=self._rooms.bootstrap_port)
-            self._in_background(self._read(reply, body))
+            self._submit(reply, self._rooms.bootstrap_port)
+            self._in_background(self._watch(reply, room))
             while True:
                 await asyncio.wait((stopped, room.ended), return_when=asyncio.FIRST_COMPLETED)
                 if not stopped.done():
-                    if room.ended.result():
+                    if room.ended.result() is End.HAVE:
                         end, reason = "handed_over", ""
                     else:
                         end, reason = "abandoned", "the decode side is gone"
@@ -444,6 +524,20 @@ class SglangEngine:
             stopped.cancel()
             reply.over = True
             self._rooms.leave(spec.bootstrap_room, reason)
+
+    async def _watch(self, reply: _Reply, room: Room) -> None:
+        """If the decode server ends before it has the context, nobody will take it, and nobody's pages are written to any more."""
+        if not await room.over:
+            await self._tell_abort(reply)
+
+    async def _see_out(self, joined: Joined, reply: _Reply) -> None:
+        """Nobody waits for it here any more; its prefill side hears what its server makes of it."""
+        try:
+            await reply.ended.wait()
+            if reply.arrived:
+                joined.say(End.HAVE)
+        finally:
+            await joined.close()
 
     async def _chunks(self, reply: _Reply) -> AsyncGenerator[Tokens, None]:
         """What its reader puts there, as chunks, until it ends. Left early, the request is aborted as soon as that is safe."""
@@ -512,13 +606,22 @@ class SglangEngine:
             "sampling_params": sampling,
             "return_logprob": True,
             "stream": True,
-            "extra_key": f"v{self._version}",
+            "extra_key": self._cache_key(rid),
         }
         if bootstrap_port:
             body["bootstrap_host"] = spec.bootstrap_host
             body["bootstrap_port"] = bootstrap_port
             body["bootstrap_room"] = spec.bootstrap_room
         return body
+
+    def _cache_key(self, rid: str) -> str:
+        """What shares prefixes. On a decode server nothing does: one that was a prefill server has a prefix cache, and leaks what it finds."""
+        return f"v{self._version}" if self.role is not Role.DECODE else f"v{self._version}.{rid}"
+
+    def _submit(self, reply: _Reply, bootstrap_port: int = 0) -> None:
+        """Hand it to the server."""
+        self._open += 1
+        self._in_background(self._read(reply, self._body(reply.spec, reply.rid, bootstrap_port)))
 
     async def _read(self, reply: _Reply, body: dict[str, Any]) -> None:
         """The server's stream into `events`. A reply that nobody waits for is aborted once its KV cache has arrived."""
@@ -528,16 +631,20 @@ class SglangEngine:
                 self._silent_since = time.monotonic()
                 if piece.meta_info.finish_reason is not None:
                     told = True
+                reply.arrived = reply.arrived or bool(piece.output_ids)
                 reply.events.put_nowait(piece)
                 if reply.over and not told:
                     told = True
-                    await self._tell_abort(reply)
+                    self._in_background(self._tell_abort(reply))
             if not told:
                 reply.events.put_nowait(_Stop("interrupted", "the server ended the stream"))
         except ApiError as error:
             reply.events.put_nowait(_Stop("interrupted" if reply.first else "refused", str(error)))
         except ServerGoneError as error:
             reply.events.put_nowait(_Stop("interrupted", str(error)))
+        finally:
+            reply.ended.set()
+            self._open -= 1
 
     # ---- accounts ----
 

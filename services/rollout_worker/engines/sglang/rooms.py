@@ -6,13 +6,16 @@ token came. Both sides submit only once they know of each other and of the same 
 other side.
 
 One JSON object a line:  decode -> prefill `{"room","version"}`;  prefill -> decode `{"bootstrap_port"}`, or `{"refused"}` and, at any
-time later, `{"broken"}`.  The decode side closes when it has its first token; it says `{"have":true}` before it does.
+time later, `{"broken"}`.  The decode side says `{"left":true}` where nobody waits for its reply any more, and `{"have":true}` when its
+server has the context, left or not; then it closes. A connection that ends before is a decode server's end: what that was to get would
+wait in the prefill server for five minutes, and is aborted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 from typing import Final
 
 import msgspec
@@ -35,10 +38,19 @@ class Answer(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Said(msgspec.Struct, frozen=True, omit_defaults=True):
-    """Later: the hand-over will not be (`broken`), or has been (`have`)."""
+    """Later: the hand-over will not be (`broken`), has been (`have`), or goes on for nobody (`left`)."""
 
     broken: str = ""
     have: bool = False
+    left: bool = False
+
+
+class End(enum.Enum):
+    """How the decode side left its room."""
+
+    HAVE = "has the context"
+    LEFT = "waits for nothing, its server does"
+    GONE = "is gone"
 
 
 class RefusedError(Exception):
@@ -51,7 +63,8 @@ class Room:
     def __init__(self, version: int) -> None:
         self.version = version
         self.joined: asyncio.Future[str] = asyncio.get_running_loop().create_future()  # why it may not, "": it may
-        self.ended: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # True: the decode side has it
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()  # of the decode side's interest
+        self.over: asyncio.Future[bool] = asyncio.get_running_loop().create_future()  # True: its server has the context
         self.broken: asyncio.Future[str] = (
             asyncio.get_running_loop().create_future()
         )  # why, to be told to the decode side
@@ -138,20 +151,24 @@ class Rooms:
             return
         room.joined.set_result("")
         _tell(writer, Answer(bootstrap_port=self.bootstrap_port))
-        heard = asyncio.ensure_future(reader.readline())
+        telling = asyncio.create_task(self._tell_broken(room, writer))
+        have = False
         try:
-            await asyncio.wait((heard, room.broken), return_when=asyncio.FIRST_COMPLETED)
-            if not heard.done():
-                _tell(writer, Said(broken=room.broken.result()))
-                await writer.drain()
-                return
-            line = heard.result() if heard.exception() is None else b""
-            if not room.ended.done():
-                room.ended.set_result(bool(line) and msgspec.json.decode(line, type=Said).have)
+            while not have and (line := await reader.readline()):
+                said = msgspec.json.decode(line, type=Said)
+                have = said.have
+                if not room.ended.done():
+                    room.ended.set_result(End.HAVE if have else End.LEFT)
         finally:
-            heard.cancel()
+            telling.cancel()
             if not room.ended.done():
-                room.ended.set_result(False)
+                room.ended.set_result(End.GONE)
+            room.over.set_result(have)
+
+    async def _tell_broken(self, room: Room, writer: asyncio.StreamWriter) -> None:
+        _tell(writer, Said(broken=await room.broken))
+        with contextlib.suppress(OSError):
+            await writer.drain()
 
     async def _room(self, number: int) -> Room | None:
         if number not in self._rooms:
@@ -171,12 +188,15 @@ class Joined:
         self._writer = writer
         self.lost: asyncio.Task[str] = asyncio.create_task(_reason(reader))
 
-    async def close(self, *, have: bool) -> None:
-        """Leave: with the first token, or without."""
+    def say(self, end: End) -> None:
+        """What is known of the decode side now."""
+        self.lost.cancel()
+        _tell(self._writer, Said(have=end is End.HAVE, left=end is End.LEFT))
+
+    async def close(self) -> None:
+        """Hang up; before the word that the server has the context, this says that it never will."""
         self.lost.cancel()
         with contextlib.suppress(OSError):
-            if have:
-                _tell(self._writer, Said(have=True))
             self._writer.close()
             await self._writer.wait_closed()
 

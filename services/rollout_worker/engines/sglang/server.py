@@ -25,6 +25,8 @@ ADOPTED_POLL_S: Final = 1.0
 ADOPTED_MISSES: Final = 5
 END_S: Final = 5.0
 LAST_LINES: Final = 3
+ENVIRONMENT: Final = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "0"}
+"""Unless `rollout.sglang.env` says otherwise: a page leaked by an aborted transfer is told in the log, and does not end the server."""
 MODES: Final = {Role.COLOCATED: "null", Role.PREFILL: "prefill", Role.DECODE: "decode"}
 """`disaggregation_mode`, by role."""
 
@@ -39,6 +41,31 @@ def free_port(address: str) -> int:
 def _assignments(variables: dict[str, str]) -> list[str]:
     """For `env`, so that they are the server's and not the leash's."""
     return [f"{name}={value}" for name, value in variables.items()]
+
+
+def command(
+    rollout: RolloutSection, role: Role, model: str, device: str, address: str, port: int, bootstrap_port: int
+) -> list[str]:
+    """The command line of a worker's server. The bootstrap port is used by prefill and decode servers."""
+    settings = rollout.sglang
+    line = [settings.python or sys.executable, "-m", "sglang.launch_server"]
+    line += ["--model-path", model, "--host", address, "--port", str(port)]
+    line += ["--tp-size", str(rollout.gpus_per_worker)]
+    if device != "auto":
+        line += ["--device", device]
+    line += ["--max-running-requests", str(rollout.max_running), "--max-total-tokens", str(rollout.kv_cache_tokens)]
+    line += ["--chunked-prefill-size", str(rollout.prefill_chunk_tokens)]
+    line += ["--incremental-streaming-output", "--skip-server-warmup", "--skip-tokenizer-init"]
+    if settings.memory_saver:
+        line += ["--enable-memory-saver"]
+    if role is not Role.COLOCATED:
+        line += ["--disaggregation-mode", MODES[role]]
+        line += ["--disaggregation-transfer-backend", settings.transfer_backend]
+        line += ["--disaggregation-bootstrap-port", str(bootstrap_port)]
+        if settings.role_switch:
+            line += ["--enable-pd-role-switch"]
+    decodes = role is Role.DECODE or (role is Role.PREFILL and settings.role_switch)
+    return [*line, *settings.args, *(settings.decode_args if decodes else ())]
 
 
 class Server:
@@ -70,25 +97,8 @@ class Server:
 
     def command(self, role: Role) -> list[str]:
         """The command line for a role."""
-        rollout, settings = self._rollout, self._settings
-        port = self.api.url.rpartition(":")[2]
-        line = [settings.python or sys.executable, "-m", "sglang.launch_server"]
-        line += ["--model-path", self._model, "--host", self._address, "--port", port]
-        line += ["--tp-size", str(rollout.gpus_per_worker)]
-        if self._device != "auto":
-            line += ["--device", self._device]
-        line += ["--max-running-requests", str(rollout.max_running), "--max-total-tokens", str(rollout.kv_cache_tokens)]
-        line += ["--chunked-prefill-size", str(rollout.prefill_chunk_tokens)]
-        line += ["--incremental-streaming-output", "--skip-server-warmup", "--skip-tokenizer-init"]
-        if settings.memory_saver:
-            line += ["--enable-memory-saver"]
-        if role is not Role.COLOCATED:
-            line += ["--disaggregation-mode", MODES[role]]
-            line += ["--disaggregation-transfer-backend", settings.transfer_backend]
-            line += ["--disaggregation-bootstrap-port", str(self.bootstrap_port)]
-            if settings.role_switch:
-                line += ["--enable-pd-role-switch"]
-        return [*line, *settings.args, *(settings.decode_args if role is Role.DECODE else ())]
+        port = int(self.api.url.rpartition(":")[2])
+        return command(self._rollout, role, self._model, self._device, self._address, port, self.bootstrap_port)
 
     async def start(self, role: Role = Role.COLOCATED) -> None:
         """Launch it in a role and wait until it takes requests. Raises EngineError with the last lines of its output."""
@@ -96,7 +106,13 @@ class Server:
             self._log_file.parent.mkdir(parents=True, exist_ok=True)
             with self._log_file.open("ab") as output:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-m", leash.__name__, "env", *_assignments(self._settings.env)),
+                    *(
+                        sys.executable,
+                        "-m",
+                        leash.__name__,
+                        "env",
+                        *_assignments({**ENVIRONMENT, **self._settings.env}),
+                    ),
                     *self.command(role),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=output,
