@@ -154,6 +154,8 @@ def choose(
     unchanged = () if running is None or running.workers == 0 or workers == 0 else _unchanged(workers, running)
     incumbent = None if policy.fixed is not None else by.least(unchanged)
     options = by.options(workers, [counts_of(incumbent)] if incumbent is not None else [])
+    if incumbent is not None:  # among the others it was predicted as they were
+        incumbent = next((each for each in options if counts_of(each) == counts_of(incumbent)), incumbent)
     if policy.fixed is not None and workers > 0:
         return _fixed(profile, workers, options, policy.fixed)
     optimum = by.best(options)

@@ -121,7 +121,8 @@ class DecisionEngineCore:
             overlaps = self.config.planner.limits.in_flight_percent > 0
             if overlaps and (budget.training_batch or 0) < FILLING:
                 learned = msgspec.structs.replace(learned, broken=True)
-            learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms)
+            together = max(1, self.config.planner.limits.ahead) if overlaps else 1
+            learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms, together)
         shrinks = state.target is not None and not set(state.target.usable) <= set(slots)
         new = msgspec.structs.replace(
             state, budget=budget, learned=learned, shrunk=shrinks and self.config.planner is not None
@@ -226,6 +227,7 @@ class DecisionEngineCore:
             dedicated_workers=question.dedicated,
             overlap_workers=question.overlap,
             remaining=question.remaining,
+            left=question.left,
             toggle_s=question.toggle_s,
             return_s=question.return_s,
             dedicated=found.dedicated,
@@ -240,7 +242,11 @@ class DecisionEngineCore:
                 sample=question.evidence.sample,
                 observed=question.evidence.observed,
                 measured_on=question.evidence.measured_on,
-                limits={**question.evidence.limits.numbers(), "probe_share": question.probe_share},
+                limits={
+                    **question.evidence.limits.numbers(),
+                    "probe_share": question.probe_share,
+                    "train_s": question.evidence.train_s,
+                },
                 stakes=question.stakes.numbers(),
                 quick=question.evidence.quick,
             )
@@ -259,6 +265,7 @@ class DecisionEngineCore:
         profile = state.profile or self.config.cold_start
         toggle_s, return_s = self._toggle_s(profile, profile.train_step - state.borrowed_step)
         idle = budget.training_batch is None
+        progress = state.progress
         return Question(
             profile=profile,
             policy=self.config.policy,
@@ -266,7 +273,8 @@ class DecisionEngineCore:
             dedicated=len(budget.dedicated),
             overlap=len(budget.overlap) if idle else 0,
             lending=self.config.lending,
-            remaining=profile.B if state.progress is None else state.progress.remaining,
+            remaining=profile.B if progress is None else progress.remaining,
+            left=profile.B if progress is None else progress.size - progress.done,
             toggle_s=toggle_s,
             return_s=return_s,
             evidence=self._evidence(state, profile),
@@ -285,6 +293,7 @@ class DecisionEngineCore:
             limits=self.config.planner.limits,
             measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
+            train_s=state.learned.train_s,
         )
 
     def _predictor(self, state: State) -> Predicts:

@@ -41,6 +41,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     overlap: int  # on training GPUs that are idle
     lending: bool
     remaining: int  # R
+    left: int = -1  # of the current batch alone; -1: R
     toggle_s: float
     return_s: float
     evidence: Evidence | None = None  # None: the closed forms decide
@@ -136,6 +137,9 @@ def _gated(q: Question) -> Answer:
         # The rest of the batch is replayed; activation delays the borrowed workers, so that only the return is a cost.
         delay_s = 0.0 if held else max(0.0, q.toggle_s - q.return_s)
         alone, together = counts_of(dedicated.chosen), counts_of(full.chosen)
+        overlaps = q.evidence.limits.in_flight_percent > 0
+        if overlaps and q.left >= 0:
+            remaining = min(q.left, q.profile.B)
         saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
         least_s = (
             0.0 if held else q.stakes.margin * dedicated.chosen.makespan_s
@@ -164,6 +168,7 @@ def question_of(record: DecisionRecord) -> Question:
         overlap=record.overlap_workers,
         lending=record.lending,
         remaining=record.remaining,
+        left=record.left,
         toggle_s=record.toggle_s,
         return_s=record.return_s,
         evidence=_evidence_of(record),
@@ -177,13 +182,14 @@ def question_of(record: DecisionRecord) -> Question:
 def _evidence_of(record: DecisionRecord) -> Evidence | None:
     if record.policy != "planner" or not record.limits:
         return None
-    limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__}
+    limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__ if name in record.limits}
     return Evidence(
         sample=record.sample,
         observed=record.observed,
         measured_on=record.measured_on,
         limits=Limits(**limits),
         quick=record.quick,
+        train_s=record.limits.get("train_s", 0.0),
     )
 
 

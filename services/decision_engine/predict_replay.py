@@ -61,6 +61,40 @@ class Replayed(msgspec.Struct, frozen=True):
     computed: float = 0.0  # prompt tokens that were computed
 
 
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """How batches follow one another: `size` trajectories in groups that start together, at most `in_flight` at once, and none of
+    a batch before all but `ahead - 1` of the earlier ones are trained, in `train_s` seconds each."""
+
+    size: int
+    group: int
+    in_flight: int
+    ahead: int
+    train_s: float
+
+
+class Flowed(msgspec.Struct, frozen=True):
+    """Seconds from the start: when each batch's training began, and the ends of each batch's trajectories in order."""
+
+    begun_s: tuple[float, ...]
+    ends_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def period_s(self) -> float:
+        """Seconds a batch."""
+        return self.begun_s[-1] / len(self.begun_s) if self.begun_s else 0.0
+
+    def left_s(self, remaining: int) -> float:
+        """Expected seconds to a batch's end, seen at any moment while so many of its trajectories were left: the longer they were left
+        alone, the more likely is one to see them so."""
+        total, weight = 0.0, 0.0
+        for ends_s in self.ends_s:
+            done = len(ends_s) - min(max(1, remaining), len(ends_s))
+            from_s, until_s = ends_s[done - 1] if done else 0.0, ends_s[done]
+            total += (until_s - from_s) * (ends_s[-1] - (from_s + until_s) / 2)
+            weight += until_s - from_s
+        return total / weight if weight > 0 else 0.0
+
+
 class _Worker:
     """`clock`: tokens that each decoding sequence has made here since the start."""
 
@@ -142,15 +176,10 @@ class _Run:
         now = 0.0
         while events:
             now, _, kind, value, worker = heapq.heappop(events)
-            if kind == self.WORKER:
-                assert worker is not None
-                if worker.stamp == value:
-                    self.progress(worker, now)
-                    self.settle(worker, now)
-            elif kind == self.TURN:
-                if self.turn[value] < len(batch[value]):
-                    self.request(value, now)
-                    continue
+            if kind == self.GROW:
+                if grow is not None:
+                    self.add(grow)
+            elif self.happens(kind, value, worker, now):
                 self.ends_s.append(now)
                 if started < count:
                     self.push(now, self.TURN, started)
@@ -158,15 +187,59 @@ class _Run:
                 if grow is not None and left_s < 0 and count - len(self.ends_s) <= grow.remaining:
                     left_s = now
                     self.push(now + grow.delay_s, self.GROW, 0)
-            elif kind == self.ARRIVAL:
-                home = self.home[value]
-                assert home is not None
-                self.progress(home, now)
-                self.join(home, value)
-                self.settle(home, now)
-            elif grow is not None:
-                self.add(grow)
         return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0), self.computed)
+
+    def happens(self, kind: int, value: int, worker: _Worker | None, now: float) -> bool:
+        """Whether a trajectory ended with it."""
+        if kind == self.WORKER:
+            assert worker is not None
+            if worker.stamp == value:
+                self.progress(worker, now)
+                self.settle(worker, now)
+        elif kind == self.TURN:
+            if self.turn[value] >= len(self.batch[value]):
+                return True
+            self.request(value, now)
+        else:
+            home = self.home[value]
+            assert home is not None
+            self.progress(home, now)
+            self.join(home, value)
+            self.settle(home, now)
+        return False
+
+    def flow(self, pipeline: Pipeline) -> Flowed:
+        """Sessions are those of batch after batch."""
+        size, group, events = pipeline.size, pipeline.group, self.events
+        count = len(self.batch) // size
+        ends: list[list[float]] = [[] for _ in range(count)]
+        begun: list[float] = []
+        trained, running, started = 0, 0, 0
+        now, free_s = 0.0, 0.0
+        while True:
+            # At least one batch fits, or none could be completed.
+            while (
+                started < count * size
+                and started // size < trained + pipeline.ahead
+                and running + group <= max(pipeline.in_flight, size)
+            ):
+                for session in range(started, started + group):
+                    self.push(now, self.TURN, session)
+                started += group
+                running += group
+            if not events:
+                break
+            now, _, kind, value, worker = heapq.heappop(events)
+            if kind == self.GROW:
+                trained += 1
+            elif self.happens(kind, value, worker, now):
+                running -= 1
+                ends[value // size].append(now)
+                while len(begun) < count and len(ends[len(begun)]) == size:
+                    begun.append(max(now, free_s))
+                    free_s = begun[-1] + pipeline.train_s
+                    self.push(free_s, self.GROW, 0)
+        return Flowed(tuple(begun), tuple(tuple(each) for each in ends))
 
     def add(self, grow: Grow) -> None:
         self.prefillers += [_Worker() for _ in range(grow.prefill)]
@@ -360,3 +433,10 @@ def replay(
     assert colocated > 0 or (prefill > 0 and decode > 0), "no worker serves"
     run = _Run(batch, machine, 0 if colocated else prefill, colocated or decode)
     return run.run(in_flight or len(batch), grow)
+
+
+def flow(batches: Sequence[Turns], machine: Machine, prefill: int, decode: int, colocated: int, pipeline: Pipeline) -> Flowed:
+    """Play batch after batch, each of `pipeline.size` of these, on these workers; a batch that is not whole is not played."""
+    assert colocated > 0 or (prefill > 0 and decode > 0), "no worker serves"
+    assert pipeline.size % pipeline.group == 0, "a batch is made of whole groups"
+    return _Run(batches, machine, 0 if colocated else prefill, colocated or decode).flow(pipeline)
