@@ -23,6 +23,8 @@ LEAST_SAMPLE: Final = 4
 """Trajectories below which a sample says too little to replay."""
 SHORTLIST: Final = 3
 """Ratios that are replayed because they rank first, beside colocation and those that must be judged."""
+UNLIKELY: Final = 1.3
+"""Times the best one's ranked makespan beyond which a ratio is not replayed."""
 CLIMB: Final = 2
 """And so many more, neighbours of the best that was replayed."""
 GRID: Final = 24
@@ -35,7 +37,7 @@ FLOW: Final = 2
 """Where each batch begins as slots of the one before free up, so many times those that may be open at once are replayed in one flow."""
 MOST_FLOW: Final = 8
 """And never more batches."""
-MOST_MERGED_FLOW: Final = 8
+MOST_MERGED_FLOW: Final = 12
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 LEAST_MISSED: Final = 0.1
@@ -307,7 +309,8 @@ def candidates(
             *(_candidate(counts, options[counts], "queueing", learned) for counts in (alone, *sorted(split))),
             *_impossible(workers, impossible),
         )
-    shortlist = {alone, *ranked[:SHORTLIST], *(counts for counts in judged if counts in options)}
+    likely = [counts for counts in ranked[:SHORTLIST] if options[counts] <= UNLIKELY * options[ranked[0]]]
+    shortlist = {alone, *likely, *(counts for counts in judged if counts in options)}
     replayed = {counts: _replayed_s(key, *counts) for counts in sorted(shortlist)}
     for _ in range(CLIMB):
         counts = _neighbour(replayed, sorted(split))
@@ -389,17 +392,14 @@ def _saved_while_idle_s(
 ) -> float:
     """Where batches overlap there is always other work, so that borrowed workers win their share of all the time until they are needed.
 
-    That time is how long `left` trajectories of a batch lasted in the replay, once training had ended. What they win is the difference of
-    the periods without training, in which nothing can be borrowed.
+    That time is how long `left` trajectories of a batch lasted in the replay. What they win is by how much a trajectory takes less time.
     """
-    learned = _learned(evidence)
     key = _key(profile, evidence, sum(alone))
+    alone_flow = _flow(key, *alone)
+    together_s = _flow(_key(profile, evidence, sum(together)), *together).stay_s
     scaled = -(-left * len(_model(key).draws[0]) // profile.B)
-    window_s = _flow(key, *alone).left_s(scaled) * learned.factor(alone)
-    idle = msgspec.structs.replace(evidence, train_s=0.0)
-    alone_s = _replayed_s(_key(profile, idle, sum(alone)), *alone) * learned.factor(alone)
-    together_s = _replayed_s(_key(profile, idle, sum(together)), *together) * learned.factor(together)
-    return max(0.0, window_s - delay_s) * (1 - together_s / alone_s) if alone_s > 0 else 0.0
+    window_s = alone_flow.left_s(scaled) * _learned(evidence).factor(alone)
+    return max(0.0, window_s - delay_s) * (1 - together_s / alone_flow.stay_s) if alone_flow.stay_s > 0 else 0.0
 
 
 def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) -> Candidate:

@@ -23,6 +23,8 @@ Turns = Sequence[tuple[int, int, float, int]]
 it stands for: where there are too many to replay, consecutive ones are taken together (`merged`)."""
 
 SLACK = 1e-9
+SHIFTS = 16
+"""Orders in which a batch's trajectories are taken to start, where only how long its last ones last is asked."""
 GOLDEN = 0.6180339887498949
 SILVER = 0.4142135623730951
 
@@ -73,9 +75,10 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Flowed(msgspec.Struct, frozen=True):
-    """Seconds from the start: when each batch's training began, and the ends of each batch's trajectories in order."""
+    """Seconds from the start: when each batch's training began, and when each of its trajectories started and ended."""
 
     begun_s: tuple[float, ...]
+    starts_s: tuple[tuple[float, ...], ...]
     ends_s: tuple[tuple[float, ...], ...]
 
     @property
@@ -83,16 +86,33 @@ class Flowed(msgspec.Struct, frozen=True):
         """Seconds a batch."""
         return self.begun_s[-1] / len(self.begun_s) if self.begun_s else 0.0
 
+    @property
+    def stay_s(self) -> float:
+        """Seconds a trajectory: how fast work goes on, whatever a batch waits for."""
+        count = sum(len(batch) for batch in self.ends_s)
+        stays = sum(sum(ends) - sum(starts) for starts, ends in zip(self.starts_s, self.ends_s, strict=True))
+        return stays / count if count else 0.0
+
     def left_s(self, remaining: int) -> float:
         """Expected seconds to a batch's end, seen at any moment while so many of its trajectories were left: the longer they were left
-        alone, the more likely is one to see them so."""
+        alone, the more likely is one to see them so.
+
+        A batch's last ones are few, and which trajectory starts last is chance: each batch counts with its trajectories in `SHIFTS`
+        orders of starting.
+        """
         total, weight = 0.0, 0.0
-        for ends_s in self.ends_s:
-            done = len(ends_s) - min(max(1, remaining), len(ends_s))
-            from_s, until_s = ends_s[done - 1] if done else 0.0, ends_s[done]
-            total += (until_s - from_s) * (ends_s[-1] - (from_s + until_s) / 2)
-            weight += until_s - from_s
-        return total / weight if weight > 0 else 0.0
+        for starts, ends in zip(self.starts_s, self.ends_s, strict=True):
+            stays = [end - start for start, end in zip(starts, ends, strict=True)]
+            size = len(stays)
+            done = size - min(max(1, remaining), size)
+            for shift in range(min(SHIFTS, size)):
+                first = shift * size // min(SHIFTS, size)
+                turned = stays[first:] + stays[:first]
+                made = sorted([start + stay for start, stay in zip(starts, turned, strict=True)])
+                from_s, until_s = made[done - 1] if done else made[0], made[done]
+                total += (until_s - from_s) * (made[-1] - (from_s + until_s) / 2)
+                weight += until_s - from_s
+        return total / weight if weight > 0 else max((ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)), default=0.0)
 
 
 class _Worker:
@@ -176,6 +196,8 @@ class _Run:
         now = 0.0
         while events:
             now, _, kind, value, worker = heapq.heappop(events)
+            if worker is not None and worker.stamp != value:
+                continue  # the worker has been looked at since
             if kind == self.GROW:
                 if grow is not None:
                     self.add(grow)
@@ -193,9 +215,8 @@ class _Run:
         """Whether a trajectory ended with it."""
         if kind == self.WORKER:
             assert worker is not None
-            if worker.stamp == value:
-                self.progress(worker, now)
-                self.settle(worker, now)
+            self.progress(worker, now)
+            self.settle(worker, now)
         elif kind == self.TURN:
             if self.turn[value] >= len(self.batch[value]):
                 return True
@@ -212,7 +233,9 @@ class _Run:
         """Sessions are those of batch after batch."""
         size, group, events = pipeline.size, pipeline.group, self.events
         count = len(self.batch) // size
-        ends: list[list[float]] = [[] for _ in range(count)]
+        starts = [0.0] * (count * size)
+        ends = [0.0] * (count * size)
+        left = [size] * count
         begun: list[float] = []
         trained, running, started = 0, 0, 0
         now, free_s = 0.0, 0.0
@@ -224,22 +247,31 @@ class _Run:
                 and running + group <= max(pipeline.in_flight, size)
             ):
                 for session in range(started, started + group):
+                    starts[session] = now
                     self.push(now, self.TURN, session)
                 started += group
                 running += group
             if not events:
                 break
             now, _, kind, value, worker = heapq.heappop(events)
+            if worker is not None and worker.stamp != value:
+                continue
             if kind == self.GROW:
                 trained += 1
             elif self.happens(kind, value, worker, now):
                 running -= 1
-                ends[value // size].append(now)
-                while len(begun) < count and len(ends[len(begun)]) == size:
+                ends[value] = now
+                left[value // size] -= 1
+                while len(begun) < count and not left[len(begun)]:
                     begun.append(max(now, free_s))
                     free_s = begun[-1] + pipeline.train_s
                     self.push(free_s, self.GROW, 0)
-        return Flowed(tuple(begun), tuple(tuple(each) for each in ends))
+        batches = range(0, count * size, size)
+        return Flowed(
+            tuple(begun),
+            tuple(tuple(starts[at : at + size]) for at in batches),
+            tuple(tuple(ends[at : at + size]) for at in batches),
+        )
 
     def add(self, grow: Grow) -> None:
         self.prefillers += [_Worker() for _ in range(grow.prefill)]
