@@ -141,9 +141,7 @@ def _gated(q: Question) -> Answer:
         if overlaps and q.left >= 0:
             remaining = min(q.left, q.profile.B)
         saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
-        least_s = (
-            0.0 if held else MARGIN * dedicated.chosen.makespan_s
-        )  # two replays differ by so much by chance
+        least_s = 0.0 if held else MARGIN * dedicated.chosen.makespan_s  # two replays differ by so much by chance
         pays = saved > q.return_s + least_s
         cost = f"returning costs {q.return_s:.2f} s" + ("" if held else f", activating {delay_s:.2f} s")
     why = f"{remaining}/{q.profile.B} left: saves {saved:.2f} s, {cost}"

@@ -112,7 +112,13 @@ class Flowed(msgspec.Struct, frozen=True):
                 from_s, until_s = made[done - 1] if done else made[0], made[done]
                 total += (until_s - from_s) * (made[-1] - (from_s + until_s) / 2)
                 weight += until_s - from_s
-        return total / weight if weight > 0 else max((ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)), default=0.0)
+        return (
+            total / weight
+            if weight > 0
+            else max(
+                (ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)), default=0.0
+            )
+        )
 
 
 class _Worker:
@@ -129,6 +135,7 @@ class _Worker:
         "kv",
         "link_s",
         "load",
+        "prefills",
         "prompts",
         "rate",
         "stamp",
@@ -136,7 +143,8 @@ class _Worker:
         "waiting",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, prefills: bool = False) -> None:
+        self.prefills = prefills
         self.at_s = 0.0
         self.clock = 0.0
         self.rate = 0.0  # tokens a second of each sequence
@@ -161,7 +169,7 @@ class _Run:
         self.machine = machine
         self.batch = batch
         self.disaggregated = prefill > 0
-        self.prefillers = [_Worker() for _ in range(prefill)]
+        self.prefillers = [_Worker(True) for _ in range(prefill)]
         self.decoders = [_Worker() for _ in range(decode)]
         count = len(batch)
         self.turn = [0] * count
@@ -274,7 +282,7 @@ class _Run:
         )
 
     def add(self, grow: Grow) -> None:
-        self.prefillers += [_Worker() for _ in range(grow.prefill)]
+        self.prefillers += [_Worker(True) for _ in range(grow.prefill)]
         self.decoders += [_Worker() for _ in range(grow.decode + grow.colocated)]
 
     # ---- a turn ----
@@ -286,10 +294,12 @@ class _Run:
         if home is not self.home[session]:
             self.home[session] = home
         home.load += 1
-        self.progress(home, now)
+        ended = self.progress(home, now)
         home.waiting.append(session)
         self.admit(home, now)
-        self.settle(home, now)
+        # What it does goes on as it was unless something ended, or a prompt came while none was computed.
+        if ended or (home.prompts and not home.group):
+            self.settle(home, now)
 
     def place(self, workers: list[_Worker], last: _Worker | None, context: float) -> _Worker:
         least = workers[0]
@@ -340,7 +350,7 @@ class _Run:
         self.source[session] = source
         self.begun_s[session] = now
         source.load += 1
-        self.progress(source, now)
+        ended = self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
         parts = 1
@@ -349,7 +359,8 @@ class _Run:
         missing = max(1.0, parts * (self.context[session] - known))
         self.computed += missing
         source.prompts.append((session, missing))
-        self.settle(source, now)
+        if ended or not source.group:
+            self.settle(source, now)
 
     def join(self, home: _Worker, session: int) -> None:
         """Its prompt is computed, with the first token: it decodes the others."""
@@ -359,26 +370,31 @@ class _Run:
 
     # ---- a worker ----
 
-    def progress(self, worker: _Worker, now: float) -> None:
-        """Up to now: tokens that were made, replies and prompts that are complete."""
+    def progress(self, worker: _Worker, now: float) -> bool:
+        """Up to now: tokens that were made, replies and prompts that are complete. Whether any are."""
         ends = worker.ends
         elapsed = now - worker.at_s
-        if elapsed > 0 and ends:
-            tokens = elapsed * worker.rate
-            worker.clock += tokens
-            worker.kv += tokens * len(ends)
-        worker.at_s = now
+        if elapsed > 0:
+            worker.at_s = now
+            if ends:
+                tokens = elapsed * worker.rate
+                worker.clock += tokens
+                worker.kv += tokens * len(ends)
+        ended = False
         while ends and ends[0][0] <= worker.clock + 1e-6:
             _, session = heapq.heappop(ends)
             self.replied(worker, session, now)
+            ended = True
         if worker.group and worker.group_end_s <= now + SLACK:
             group, worker.group = worker.group, []
-            if worker in self.prefillers:
+            ended = True
+            if worker.prefills:
                 for session in group:
                     self.handed_over(worker, session, now)
             else:
                 for session in group:
                     self.join(worker, session)
+        return ended
 
     def replied(self, home: _Worker, session: int, now: float) -> None:
         _, reply, env_s, _ = self.batch[session][self.turn[session]]
@@ -411,31 +427,38 @@ class _Run:
 
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
-        machine = self.machine
-        iteration_s = machine.kv_s * max(worker.kv, 0.0)
-        if worker.ends or machine.fused:
+        machine, ends = self.machine, worker.ends
+        iteration_s = machine.kv_s * worker.kv if worker.kv > 0 else 0.0
+        if ends or machine.fused:
             iteration_s += machine.fixed_s
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
-            prompts, batch = worker.prompts, self.batch
-            while prompts and (not tokens or tokens + prompts[0][1] <= machine.chunk):
+            prompts, batch, chunk = worker.prompts, self.batch, machine.chunk
+            while prompts and (not tokens or tokens + prompts[0][1] <= chunk):
                 session, more = prompts.popleft()
                 tokens += more
                 worker.group.append(session)
-                iterations = max(iterations, batch[session][self.turn[session]][3])
-            iterations = max(iterations, -int(-tokens // machine.chunk))
+                parts = batch[session][self.turn[session]][3]
+                if parts > iterations:
+                    iterations = parts
+            chunks = -int(-tokens // chunk)
+            if chunks > iterations:
+                iterations = chunks
             took_s = iterations * iteration_s + tokens * machine.prefill_s
             worker.group_end_s = now + took_s
             worker.rate = iterations / took_s if took_s > 0 else 1e12
         elif not worker.group:
             worker.rate = 1 / iteration_s if iteration_s > 0 else 1e12
         due = worker.group_end_s if worker.group else -1.0
-        if worker.ends:
-            first = now + max(0.0, worker.ends[0][0] - worker.clock) / worker.rate
-            due = first if due < 0 else min(due, first)
+        if ends:
+            left = ends[0][0] - worker.clock
+            first = now + left / worker.rate if left > 0 else now
+            if due < 0 or first < due:
+                due = first
         worker.stamp += 1
         if due >= 0:
-            self.push(max(due, now), self.WORKER, worker.stamp, worker)
+            self.ties += 1
+            heapq.heappush(self.events, (due if due > now else now, self.ties, self.WORKER, worker.stamp, worker))
 
 
 def merged(turns: Turns, parts: int) -> Turns:
@@ -467,7 +490,9 @@ def replay(
     return run.run(in_flight or len(batch), grow)
 
 
-def flow(batches: Sequence[Turns], machine: Machine, prefill: int, decode: int, colocated: int, pipeline: Pipeline) -> Flowed:
+def flow(
+    batches: Sequence[Turns], machine: Machine, prefill: int, decode: int, colocated: int, pipeline: Pipeline
+) -> Flowed:
     """Play batch after batch, each of `pipeline.size` of these, on these workers; a batch that is not whole is not played."""
     assert colocated > 0 or (prefill > 0 and decode > 0), "no worker serves"
     assert pipeline.size % pipeline.group == 0, "a batch is made of whole groups"
