@@ -21,10 +21,7 @@ Counts = tuple[int, int, int]
 
 SHARED: Final = 0.15
 """Standard deviations of the parts, as shares of a makespan. Constants are often wrong by 10 %, which all share in part."""
-MODE: Final = 0.03
-SPLIT: Final = 0.025
-"""By so much disaggregation is expected to take longer than predicted: whichever of many ratios is predicted best is so in part because
-constants are wrong in its favour. Over random settings (docs/decisions.md); where batches overlap, replays average that out."""
+MODE: Final = 0.02
 RATIO: Final = 0.02
 NOISE: Final = 0.035
 """Of one batch: other trajectories, stragglers, placement."""
@@ -52,13 +49,11 @@ class Correction(msgspec.Struct, frozen=True):
     seen: tuple[Counts, ...] = ()
     weights: tuple[float, ...] = ()
     inverse: tuple[tuple[float, ...], ...] = ()
-    split: float = 0.0  # expected before anything was measured, of disaggregated configurations
 
     def factor(self, counts: Counts) -> float:
         """What to multiply an uncorrected prediction by."""
         near = [_alike(counts, each) for each in self.seen]
-        expected = self.split if counts[0] else 0.0
-        return math.exp(expected + sum(a * w for a, w in zip(near, self.weights, strict=True)))
+        return math.exp(sum(a * w for a, w in zip(near, self.weights, strict=True)))
 
     def spread(self, counts: Counts) -> float:
         """Standard deviation, as a share, of what this configuration differs from its mode's common error."""
@@ -71,19 +66,19 @@ class Correction(msgspec.Struct, frozen=True):
 
 def correction(observed: Sequence[Observed], *, overlap: bool = False) -> Correction:
     """From measurements, the oldest first; those without a prediction count for nothing. `overlap`: they are of batches that do."""
-    noise, split = (FLOW_NOISE, 0.0) if overlap else (NOISE, SPLIT)
+    noise = FLOW_NOISE if overlap else NOISE
     sound = [each for each in observed if each.predicted_s > 0 and each.realised_s > 0]
     if not sound:
-        return Correction(split=split)
+        return Correction()
     seen = tuple((each.prefill, each.decode, each.colocated) for each in sound)
-    logs = [math.log(each.realised_s / each.predicted_s) - (split if each.prefill else 0.0) for each in sound]
+    logs = [math.log(each.realised_s / each.predicted_s) for each in sound]
     count = len(sound)
     matrix = [[_alike(a, b) for b in seen] for a in seen]
     for index in range(count):
         matrix[index][index] += noise**2 * (1 + FORGET * (count - 1 - index))
     inverse = _inverse(matrix)
     weights = tuple(sum(row[j] * logs[j] for j in range(count)) for row in inverse)
-    return Correction(seen, weights, tuple(tuple(row) for row in inverse), split)
+    return Correction(seen, weights, tuple(tuple(row) for row in inverse))
 
 
 def smoothed(ratios: Mapping[Counts, float], at: Sequence[Counts]) -> dict[Counts, float]:

@@ -216,13 +216,7 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) ->
     whole /= turns
     if key.computed <= found * (1 + LEAST_MISSED) or whole <= found:
         return 0.0
-    missed = min(1.0, (key.computed - found) / (whole - found))
-    if key.quick or missed >= 1:
-        return missed
-    # Prefixes that a rewriting made useless crowd out others: so much is computed if that share is missed, and more than that.
-    with_it = msgspec.structs.replace(machine, missed=missed)
-    more = replay(batch, with_it, *_shrunk(*key.measured_on, shrink)).computed / turns
-    return min(1.0, missed * (key.computed - found) / (more - found)) if more > found else missed
+    return min(1.0, (key.computed - found) / (whole - found))
 
 
 @lru_cache(maxsize=512)

@@ -173,7 +173,6 @@ class _Run:
         self.decoders = [_Worker() for _ in range(decode)]
         count = len(batch)
         self.turn = [0] * count
-        self.key = list(range(count))  # of a session's prefixes in the caches: another one from each rewriting of its history on
         self.context = [0.0] * count
         self.held = [0.0] * count  # tokens that a session has of its decoder's `used`
         self.home: list[_Worker | None] = [None] * count
@@ -291,8 +290,6 @@ class _Run:
     def request(self, session: int, now: float) -> None:
         """The next turn's prompt is there: place it, as the router does, and let it in."""
         self.context[session] += self.batch[session][self.turn[session]][0]
-        if self.rewritten(session):  # what was cached is of no more use, and stays until it is evicted
-            self.key[session] += len(self.batch)
         home = self.place(self.decoders, self.home[session], self.context[session])
         if home is not self.home[session]:
             self.home[session] = home
@@ -324,9 +321,11 @@ class _Run:
             if home.used > 0 and (running >= machine.max_running or home.used + need > machine.capacity):
                 return
             home.waiting.popleft()
-            known = home.cached.pop(self.key[session], 0.0)
+            known = home.cached.pop(session, 0.0)
             home.cached_tokens -= known
-            parts = self.batch[session][self.turn[session]][3] if self.rewritten(session) else 1
+            parts = 1
+            if self.rewritten(session):
+                known, parts = 0.0, self.batch[session][self.turn[session]][3]
             home.used += need
             self.held[session] = need
             while home.cached_tokens > 0 and home.used + home.cached_tokens > machine.capacity:
@@ -352,9 +351,11 @@ class _Run:
         self.begun_s[session] = now
         source.load += 1
         ended = self.progress(source, now)
-        known = source.cached.pop(self.key[session], 0.0)
+        known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
-        parts = self.batch[session][self.turn[session]][3] if self.rewritten(session) else 1
+        parts = 1
+        if self.rewritten(session):
+            known, parts = 0.0, self.batch[session][self.turn[session]][3]
         missing = max(1.0, parts * (self.context[session] - known))
         self.computed += missing
         source.prompts.append((session, missing))
@@ -402,7 +403,7 @@ class _Run:
         home.load -= 1
         self.context[session] = context
         home.used -= self.held[session]
-        home.cached[self.key[session]] = context
+        home.cached[session] = context
         home.cached_tokens += context
         self.turn[session] += 1
         self.push(now + env_s, self.TURN, session)
@@ -414,7 +415,7 @@ class _Run:
         machine = self.machine
         source.load -= 1
         context = self.context[session]
-        source.cached[self.key[session]] = context
+        source.cached[session] = context
         source.cached_tokens += context
         while source.cached_tokens > machine.capacity and len(source.cached) > 1:
             _, gone = source.cached.popitem(last=False)
