@@ -99,7 +99,7 @@ class _Key(msgspec.Struct, frozen=True):
     prefill_s: float
     transfer_s: float
     capacity: float
-    workers: int
+    scales: int  # by so much a replay may shrink the cluster: else a model is the same for any number of workers
     computed: float  # prompt tokens a turn
     measured_on: Counts | None
     quick: bool
@@ -138,7 +138,7 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         prefill_s=profile.t_prefill_s,
         transfer_s=per_token / profile.bandwidth_bytes_per_s,
         capacity=profile.kv_capacity_bytes_per_worker / per_token,
-        workers=workers,
+        scales=max(1, workers // LEAST_SCALED),
         computed=profile.dL,
         measured_on=evidence.measured_on,
         quick=evidence.quick,
@@ -154,7 +154,7 @@ def _model(key: _Key) -> _Model:
     each = key.limits.replay_turns / (SHORTLIST + CLIMB)
     shrink = 1
     if key.batch * mean_turns > each:
-        shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
+        shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.scales))
     size = max(1, key.batch // shrink)
     flows = _flows(key.limits)
     played, most_merged = (flows * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)

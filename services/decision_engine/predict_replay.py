@@ -95,7 +95,7 @@ class Flowed(msgspec.Struct, frozen=True):
 
     def left_s(self, remaining: int) -> float:
         """Expected seconds to a batch's end, seen at any moment while so many of its trajectories were left: the longer they were left
-        alone, the more likely is one to see them so.
+        alone, the more likely is one to see them so. Of a batch of which all are left: the whole.
 
         A batch's last ones are few, and which trajectory starts last is chance: each batch counts with its trajectories in `SHIFTS`
         orders of starting.

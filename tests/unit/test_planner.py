@@ -122,10 +122,10 @@ def test_a_batch_never_waits_for_a_slot_that_its_own_group_needs() -> None:
 
 
 def test_how_long_the_last_ones_stay_is_seen_at_a_random_moment() -> None:
-    """One is left from 10 s to 30 s: seen in between, on average 10 s to the end; of two, nothing is left before 10 s but they."""
+    """One is left from 10 s to 30 s: seen in between, on average 10 s to the end. With all left a batch has just begun."""
     alone = Flowed((30.0,), ((0.0, 0.0),), ((10.0, 30.0),))
     assert alone.left_s(1) == pytest.approx(10.0)
-    assert alone.left_s(2) == pytest.approx(25.0)
+    assert alone.left_s(2) == pytest.approx(30.0)
     assert alone.left_s(9) == alone.left_s(2), "no more are left than there are"
     assert Flowed((5.0,), ((0.0, 0.0),), ((5.0, 5.0),)).left_s(1) == 5.0
 
