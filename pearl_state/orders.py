@@ -5,7 +5,7 @@ Pure; shared by the cluster rebuilder and the toggle manager, which execute the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -61,6 +61,13 @@ def repeat(
     return tuple(after[key] for key in sorted(after)), tuple(due)
 
 
+def split_by_worker(pending: Sequence[Repeat], worker: WorkerId) -> tuple[tuple[Repeat, ...], tuple[Repeat, ...]]:
+    """The commands pending for this worker, and all others."""
+    infix = f"/{worker}/"
+    mine = tuple(entry for entry in pending if infix in entry.key)
+    return mine, tuple(entry for entry in pending if infix not in entry.key) if mine else tuple(pending)
+
+
 _ANSWERS: dict[type[object], tuple[str, str]] = {
     WorkerDrained: ("drain", "drain"),
     RoleSet: ("role", "set_role"),
@@ -103,12 +110,18 @@ def kill_at_ms(drain_since_ms: int, drain_ms: int, deadline_ms: int, reserve_ms:
 
 
 def given_up(
-    pending: Sequence[Repeat], row: Row, drain_key: str, now_ms: int, drain_ms: int, deadline_ms: int, reserve_ms: int
+    pending: Mapping[str, Repeat],
+    row: Row,
+    drain_key: str,
+    now_ms: int,
+    drain_ms: int,
+    deadline_ms: int,
+    reserve_ms: int,
 ) -> bool:
-    """Whether a worker asked to drain is to be killed instead. Once it is being killed it stays so."""
-    if any(entry.key == kill_key(row.worker, row.incarnation) for entry in pending):
+    """Whether a worker asked to drain is to be killed instead. Once it is being killed it stays so. `pending`: by key."""
+    if kill_key(row.worker, row.incarnation) in pending:
         return True
-    since = next((entry.first_ms for entry in pending if entry.key == drain_key), now_ms)
+    since = pending[drain_key].first_ms if drain_key in pending else now_ms
     return now_ms >= kill_at_ms(since, drain_ms, deadline_ms, reserve_ms)
 
 

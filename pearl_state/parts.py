@@ -40,6 +40,15 @@ def part_of(plan: PlanRecord | None, workers: Collection[WorkerId]) -> Part | No
     return Part(plan.plan_id, plan.stage == "applying", add, remove, reassign)
 
 
+def part_for(part: Part, worker: WorkerId) -> Part:
+    """What the part asks of one worker; empty if nothing."""
+    return part._replace(
+        add=tuple(entry for entry in part.add if entry.worker == worker),
+        remove=tuple(entry for entry in part.remove if entry.worker == worker),
+        reassign=tuple(entry for entry in part.reassign if entry.worker == worker),
+    )
+
+
 def misplaced(plan: ReconfigurationPlan, nodes: Collection[str]) -> str:
     """Why a plan's message is none for this job: it names workers of nodes that the job does not have. "" if it is."""
     named = (entry.worker for entry in (*plan.add, *plan.remove, *plan.reassign))
@@ -70,10 +79,17 @@ def failure(part: Part, executor: str, failed: Sequence[tuple[WorkerId, str]]) -
 
 def roles_are_set(part: Part, rows: Mapping[WorkerId, Row], known: Mapping[WorkerId, Progress]) -> bool:
     """Every joiner and role-changer serves under the generation it will be admitted with; a role-changer that left counts."""
-    for entry in (*part.add, *part.reassign):
-        row, progress = rows.get(entry.worker), known.get(entry.worker)
-        if entry in part.reassign and (row is None or has_left(row, progress)):
-            continue
-        if progress is None or progress.incarnation != entry.incarnation or progress.role_set < entry.role_generation:
-            return False
-    return True
+
+    def is_set(entry: Assign) -> bool:
+        progress = known.get(entry.worker)
+        return (
+            progress is not None
+            and progress.incarnation == entry.incarnation
+            and progress.role_set >= entry.role_generation
+        )
+
+    def is_gone(entry: Assign) -> bool:
+        row = rows.get(entry.worker)
+        return row is None or has_left(row, known.get(entry.worker))
+
+    return all(map(is_set, part.add)) and all(is_set(entry) or is_gone(entry) for entry in part.reassign)

@@ -159,6 +159,7 @@ class EmulationSection(_Section, frozen=True, kw_only=True):
     train_s: NonNegativeFloat = (
         0.0  # emulated seconds of a train step; 0: the description's, for this batch on these GPUs
     )
+    replies: str = ""  # "module:Class" of what the emulated model says (services/rollout_worker/engines/replies.py)
 
 
 class TrainingSection(_Section, frozen=True, kw_only=True):
@@ -214,6 +215,36 @@ class GatewaySection(_Section, frozen=True, kw_only=True):
     send_ms: PositiveInt = 60000  # a client that takes no byte of its stream for so long is gone
     max_sessions: PositiveInt = 1024  # open at once
     session_idle_ms: PositiveInt = 600000  # a session that nobody talks to for so long is abandoned
+
+
+class HarnessSection(_Section, frozen=True, kw_only=True):
+    """Agent programs that know only a URL and a key, run once a task (docs/harnesses.md). Their turns go through the gateway."""
+
+    processes: NonNegativeInt = 0  # runners among this job's services; 0: none, or you start them (`service harness`)
+    concurrency: PositiveInt = 4  # episodes at once in one runner
+    gateway: str = ""  # URL, e.g. "https://gateway:8000"; "": this job's own gateways, on this machine
+    api_key_file: str = ""  # its first line opens sessions; "": gateway.api_keys_file
+    ca_file: str = ""  # PEM of the authority that signed the gateway's certificate; "": the system's
+    command: tuple[str, ...] = (
+        "{python}",
+        "-m",
+        "services.harness.mini_swe_agent",
+    )  # an episode; {python}: this interpreter, {harness}: folder of services/harness
+    options: dict[str, object] = {}  # given to it as JSON in PEARL_OPTIONS
+    environment: dict[str, str] = {}  # further environment variables of it; it inherits none
+    reward: str = "tests"  # "tests": the task's hidden tests decide; "program": what it writes to PEARL_RESULT
+    tasks: str = ""  # folder of task files; "": the built-in ones; not read with reward = "program"
+    episode_s: PositiveFloat = 600.0  # a program that takes longer is ended; its work is graded, as "truncated"
+    episode_output_bytes: PositiveInt = 4_194_304  # and one that prints more
+    action_s: PositiveFloat = 30.0  # a command of the model that takes longer is ended
+    action_output_bytes: PositiveInt = 65536  # and one that prints more
+    action_memory_bytes: NonNegativeInt = 2_147_483_648  # address space of each process of a command; 0: unlimited
+    file_bytes: NonNegativeInt = 67_108_864  # longest file that a command writes; 0: unlimited
+    working_copy_bytes: PositiveInt = 268_435_456  # a larger working copy gets no reward
+    test_s: PositiveFloat = 60.0  # hidden tests that take longer have failed
+    wrapper: tuple[
+        str, ...
+    ] = ()  # put before each command of the model and the tests, e.g. bubblewrap; {folder}: theirs
 
 
 class FeedSection(_Section, frozen=True, kw_only=True):
@@ -272,6 +303,7 @@ class JobFile(_Section, frozen=True, kw_only=True):
     environment: EnvironmentSection = EnvironmentSection()
     agent: AgentSection = AgentSection()
     gateway: GatewaySection = GatewaySection()
+    harness: HarnessSection = HarnessSection()
     feed: FeedSection = FeedSection()
     decision: DecisionSection = DecisionSection()
     timeouts: TimeoutSection = TimeoutSection()
@@ -280,6 +312,10 @@ class JobFile(_Section, frozen=True, kw_only=True):
     def run_dir(self) -> Path:
         """Everything this job leaves on disk."""
         return Path(self.job.data_dir) / self.job.name
+
+    def gateway_file(self, index: int = 0) -> Path:
+        """Where a running gateway says where it listens."""
+        return self.run_dir / f"gateway-{index}.json"
 
 
 class Slot(msgspec.Struct, frozen=True):
@@ -337,6 +373,22 @@ def _gateway_problems(job: JobFile) -> Iterator[str]:
         yield f"gateway.bind = {gateway.bind!r} is reached from other machines: set gateway.api_keys_file"
     if bool(gateway.tls_certificate) != bool(gateway.tls_key):
         yield "gateway.tls_certificate and gateway.tls_key: give both, or none"
+
+
+def _harness_problems(job: JobFile) -> Iterator[str]:
+    harness = job.harness
+    if not harness.command:
+        yield "harness.command is empty: name the program to run for each episode"
+    if harness.reward not in ("tests", "program"):
+        yield f'harness.reward = {harness.reward!r}: use "tests" or "program"'
+    if harness.gateway and not re.fullmatch(r"https?://[^/]+/?", harness.gateway):
+        yield f'harness.gateway = {harness.gateway!r}: write "http://host:port" or "https://host:port"'
+    if harness.processes and not harness.gateway and not job.gateway.bind:
+        yield f"harness.processes = {harness.processes}: harnesses speak to a gateway; set gateway.bind, or harness.gateway"
+    if harness.processes > MOST_AGENTS:
+        yield f"harness.processes = {harness.processes}: at most {MOST_AGENTS}; raise harness.concurrency instead"
+    if harness.action_s >= harness.episode_s:
+        yield f"harness.action_s = {harness.action_s:g} must be below harness.episode_s = {harness.episode_s:g}"
 
 
 def parse_policy(text: str) -> tuple[int, int] | None:
@@ -470,6 +522,7 @@ def _problems(job: JobFile) -> Iterator[str]:
         yield f"decision.policy: {error}"
     yield from _problems_of_cluster(job.nats)
     yield from _gateway_problems(job)
+    yield from _harness_problems(job)
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

@@ -35,7 +35,6 @@ from services.bench.cell import WORKER, bus_of, server, serving_table
 from services.bench.figures import Figure, figure, percentile
 from services.connect import connect_tables
 from services.jobfile import JobFile
-from services.router.gateway.service import where_file
 from services.snapshot import write_folder
 
 JOB: Final = """
@@ -242,8 +241,8 @@ async def ways_in(folder: Path) -> AsyncGenerator[tuple[list[Way], str]]:
         await _make_serving(stack, job)
         peer_port = int(await asyncio.wait_for(asyncio.to_thread(_line, peer), READY_S))
         router = _start(stack, "-m", "services.cli", "service", "router", "-c", str(path))
-        await _until(where_file(job).is_file)
-        url = msgspec.json.decode(where_file(job).read_bytes(), type=dict[str, str | int])["url"]
+        await _until(job.gateway_file().is_file)
+        url = msgspec.json.decode(job.gateway_file().read_bytes(), type=dict[str, str | int])["url"]
         ways = [Way("direct", peer_port, ())]
         other, missing = await _sglang_router(stack, peer_port)
         if other is not None:

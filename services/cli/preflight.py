@@ -16,6 +16,7 @@ from services.cli.runs import check_reachable
 from services.decision_engine.config import Config as DecisionConfig
 from services.environments.base import Tokenizer
 from services.environments.loading import environment_factory, load_tokenizer
+from services.harness.config import Config as HarnessConfig
 from services.jobfile import ConfigError, JobFile
 from services.nats_server.keys import KeyFileError, ensure_keys, seed_path
 from services.nats_server.permissions import SENDS, users
@@ -71,6 +72,8 @@ def check_configs(job: JobFile, job_path: Path) -> None:
     for node in job.nodes:
         WorkerConfig.of(job, node.name)
         NodeConfig.of(job, node.name, job_path)
+    if job.harness.processes:
+        HarnessConfig.of(job)
     if job.rollout.engine == "emulated" or job.training.engine == "emulated":
         from services.timing import hardware
 

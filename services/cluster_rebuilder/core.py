@@ -40,9 +40,10 @@ from pearl_state.orders import (
     launch_order,
     repeat,
     role_order,
+    split_by_worker,
     update_order,
 )
-from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_of, roles_are_set
+from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_for, part_of, roles_are_set
 from pearl_state.peers import wrong_fact, wrong_weights
 from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
 from services.cluster_rebuilder.config import Config
@@ -70,6 +71,7 @@ class View(NamedTuple):
     now_ms: int
     rows: dict[WorkerId, Row]
     known: dict[WorkerId, Progress]
+    pending: dict[str, Repeat]  # by key; only one worker's, if news came of one
 
 
 class ClusterRebuilderCore:
@@ -117,7 +119,7 @@ class ClusterRebuilderCore:
                 effects = (Refuse(f"{type(other).__name__} is no input of the cluster rebuilder"),)
         if any(isinstance(effect, Refuse) for effect in effects):
             return before, effects
-        state, more = self._converge(state)
+        state, more = self._converge(state, event.message.worker if isinstance(event.message, Fact) else None)
         return state, effects + more
 
     # Events
@@ -179,42 +181,48 @@ class ClusterRebuilderCore:
 
     # Convergence
 
-    def _converge(self, state: RebuilderState) -> tuple[RebuilderState, Effects]:
-        """Report what the plan's part has reached, then give the commands that are due."""
+    def _converge(self, state: RebuilderState, worker: WorkerId | None) -> tuple[RebuilderState, Effects]:
+        """Report what the plan's part has reached, then give the commands that are due.
+
+        After a fact of one worker only that worker's commands can have changed, so only they are looked at: a plan of a thousand
+        workers brings thousands of facts, and each must cost far less than `command_retry_ms` / 1000, or commands are
+        repeated faster than their answers are read.
+        """
         if state.table is None:
             return state, ()
         part = part_of(state.table.plan, self._slots)
+        before, others = (state.pending, ()) if worker is None else split_by_worker(state.pending, worker)
         view = View(
             state,
             state.clock_ms,
             {row.worker: row for row in state.table.rows},
             {entry.worker: entry for entry in state.workers},
+            {entry.key: entry for entry in before},
         )
         effects: list[Effect] = []
         if part is not None:
-            state, reports = self._report(view, part)
+            state, reports = self._report(view, part, worker)
             view = view._replace(state=state)
             effects.extend(reports)
-        orders = self._orders(view, part)
-        pending, due = repeat(orders, state.pending, view.now_ms, self.config.command_retry_ms)
-        known_keys = {entry.key for entry in state.pending}
-        workers = dict(view.known)
+        pending, due = repeat(self._orders(view, part, worker), before, view.now_ms, self.config.command_retry_ms)
+        workers = state.workers
         for order in due:
             message = order.message
             if isinstance(message, Launch):
-                workers[message.worker] = launched(workers.get(message.worker), message, view.now_ms)
-            if order.key not in known_keys and isinstance(message, (Launch, Kill)):
+                workers = remember(workers, launched(view.known.get(message.worker), message, view.now_ms))
+            if order.key not in view.pending and isinstance(message, (Launch, Kill)):
                 why = f": {message.reason}" if isinstance(message, Kill) else ""
                 verb = "launch" if isinstance(message, Launch) else "kill"
                 text = f"{verb} {message.worker} incarnation {message.incarnation}{why}"
                 effects.append(Note(f"worker_{verb}", text))
             effects.append(Send(message))
-        known = tuple(workers[worker] for worker in sorted(workers))
-        return msgspec.structs.replace(state, pending=pending, workers=known), tuple(effects)
+        return msgspec.structs.replace(state, pending=(*others, *pending), workers=workers), tuple(effects)
 
-    def _orders(self, view: View, part: Part | None) -> list[Order]:
+    def _orders(self, view: View, part: Part | None, only: WorkerId | None) -> list[Order]:
+        """The commands that are wanted of this worker (None: of every worker)."""
         wanted: list[Order | None] = []
         busy: set[WorkerId] = set()
+        part = part if part is None or only is None else part_for(part, only)
         if part is not None:
             busy.update(entry.worker for entry in (*part.add, *part.remove, *part.reassign))
             if part.applying or not marked(view.state.marks, part, "failed"):
@@ -222,8 +230,10 @@ class ClusterRebuilderCore:
             if part.applying:
                 wanted.extend(self._leave(view, entry) for entry in part.remove)
                 wanted.extend(self._switch(view, entry) for entry in part.reassign)
-        for worker, row in view.rows.items():
-            known = view.known.get(worker)
+        for worker in view.rows if only is None else (only,):
+            row, known = view.rows.get(worker), view.known.get(worker)
+            if row is None:
+                continue
             if worker not in busy and known is not None and known.alive and known.incarnation <= row.incarnation:
                 wanted.append(self._settle(row, known))
         return [order for order in wanted if order is not None]
@@ -272,7 +282,7 @@ class ClusterRebuilderCore:
     def _drain(self, view: View, row: Row, deadline_ms: int) -> Order:
         order = drain_order(row)
         reserve = self.config.kill_grace_ms + self.config.command_retry_ms
-        if given_up(view.state.pending, row, order.key, view.now_ms, self.config.drain_ms, deadline_ms, reserve):
+        if given_up(view.pending, row, order.key, view.now_ms, self.config.drain_ms, deadline_ms, reserve):
             return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), "not drained in time")
         return order
 
@@ -293,18 +303,19 @@ class ClusterRebuilderCore:
 
     # Reports
 
-    def _report(self, view: View, part: Part) -> tuple[RebuilderState, Effects]:
-        """At most one "failed", one "prepared" and one "applied" a plan."""
+    def _report(self, view: View, part: Part, worker: WorkerId | None) -> tuple[RebuilderState, Effects]:
+        """At most one "failed", one "prepared" and one "applied" a plan; `worker`: the only one that news came of."""
         state = view.state
         if marked(state.marks, part, "failed"):
             return state, ()
-        failed = self._failed(view, part)
+        own = part if worker is None else part_for(part, worker)
+        failed = self._failed(view, own)
         if failed:
             report = failure(part, PART, failed)
             note = Note("plan_failed", f"plan {part.plan_id} fails: {report.reason}", "warning")
             return _mark(state, part, "failed"), (note, Send(report))
         reached = "applied" if part.applying else "prepared"
-        if marked(state.marks, part, reached) or not self._is_done(view, part):
+        if marked(state.marks, part, reached) or not (self._is_done(view, own) and self._is_done(view, part)):
             return state, ()
         effects: list[Effect] = []
         if part.applying:

@@ -51,6 +51,9 @@ def roster(job: JobFile, *, standby_orchestrators: int = 1) -> tuple[ServiceProc
     processes += [
         ServiceProcess(f"agent-{index}", "agent", ("--index", str(index))) for index in range(job.agent.processes)
     ]
+    processes += [
+        ServiceProcess(f"harness-{index}", "harness", ("--index", str(index))) for index in range(job.harness.processes)
+    ]
     if job.feed.trace:
         processes.append(ServiceProcess("preemption_feed", "preemption_feed", essential=False))
     return tuple(processes)

@@ -121,6 +121,7 @@ class View(NamedTuple):
     rows: dict[WorkerId, Row]
     pairs: dict[WorkerId, Pair]
     known: dict[WorkerId, Progress]
+    pending: dict[str, Repeat]  # by key
 
 
 class ToggleManagerCore:
@@ -359,13 +360,12 @@ class ToggleManagerCore:
         view = view._replace(state=state)
         orders = self._orders(view, part)
         pending, due = repeat(orders, state.pending, view.now_ms, self.config.command_retry_ms)
-        known_keys = {entry.key for entry in state.pending}
         workers = dict(view.known)
         for order in due:
             message = order.message
             if isinstance(message, Launch):
                 workers[message.worker] = launched(workers.get(message.worker), message, view.now_ms)
-            if order.key not in known_keys:
+            if order.key not in view.pending:
                 effects.extend(_note(message))
             effects.append(Send(message))
         known_workers = tuple(workers[worker] for worker in sorted(workers))
@@ -379,6 +379,7 @@ class ToggleManagerCore:
             {row.worker: row for row in table.rows},
             {pair.overlap: pair for pair in table.pairs},
             {entry.worker: entry for entry in state.workers},
+            {entry.key: entry for entry in state.pending},
         )
 
     def _begin_hand_over(self, state: ToggleState, table: RoleTable) -> ToggleState:
@@ -524,8 +525,8 @@ class ToggleManagerCore:
 
     def _bounded(self, view: View, row: Row, order: Order, deadline_ms: int, reason: str) -> Order:
         """`order`, or the kill that replaces it when it stays unanswered too long or a return deadline is near."""
-        pending, drain_ms = view.state.pending, self.config.drain_ms
-        if given_up(pending, row, order.key, view.now_ms, drain_ms, deadline_ms, self._reserve_ms):
+        drain_ms, reserve_ms = self.config.drain_ms, self._reserve_ms
+        if given_up(view.pending, row, order.key, view.now_ms, drain_ms, deadline_ms, reserve_ms):
             return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), reason)
         return order
 

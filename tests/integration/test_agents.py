@@ -15,21 +15,11 @@ from messages.subjects import message_id, subject_of
 from services.agent.service import Agent
 from services.checker.core import Expected, Journalled, check
 from services.runtime import bus_nats
-from services.runtime.bus import Bus
 from tests.nats_fixture import NatsServer
-from tests.unit.test_episode import Cluster, create_streams, job_of, task_of
+from tests.scripted_cluster import Cluster, create_streams, task_of
+from tests.unit.test_episode import job_of, true_answer
 
 EPISODES = 24
-
-
-class Connected:
-    """What `Cluster` needs of a broker: here every part has one connection."""
-
-    def __init__(self, bus: Bus) -> None:
-        self.bus = bus
-
-    def connect(self) -> Bus:
-        return self.bus
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +36,7 @@ async def test_an_agent_dies_and_the_other_finishes_its_trajectories(server: Nat
         for name in ("one", "two", "cluster")
     ]
     await create_streams(buses[2])
-    cluster = Cluster(Connected(buses[2]), "cut:2", "refuse", "die:3", "whole", "cut:1", "lose")
+    cluster = Cluster(buses[2], true_answer, "cut:2", "refuse", "die:3", "whole", "cut:1", "lose")
     await cluster.start()
     job, stop = job_of(), asyncio.Event()
     doomed = asyncio.ensure_future(Agent(job, buses[0], None, edge_name="one").run(asyncio.Event()))

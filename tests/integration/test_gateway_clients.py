@@ -23,7 +23,7 @@ from services import jobfile
 from services.checker.core import Expected, Journalled, check
 from services.connect import connect
 from services.environments.byte_tokenizer import ByteTokenizer
-from services.router.gateway.service import Gateway, serving, where_file
+from services.router.gateway.service import Gateway, serving
 from tests.integration.test_pd_workers import JOB, Cluster, until
 
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # it would be fetched at import otherwise
@@ -171,7 +171,7 @@ async def test_kills_drains_and_changes_of_role_show_in_nothing(served: Served) 
 
 async def test_clients_understand_refusals_models_and_sessions(served: Served) -> None:
     url = served.gateway.url
-    assert where_file(served.job).is_file()
+    assert served.job.gateway_file().is_file()
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0)
     hi: list[Any] = [{"role": "user", "content": "Hi"}]
     assert [model.id async for model in client.models.list()] == ["pearl-test"]

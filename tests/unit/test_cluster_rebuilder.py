@@ -72,6 +72,20 @@ def test_growth_launch_weights_prepared_role_applied(driver: Driver) -> None:
     assert driver.table(row("r0-w0"), row("p0-w0"), row("p0-w1")) == []
 
 
+def test_news_of_one_worker_gives_no_command_to_another(driver: Driver) -> None:
+    """Else a plan of a thousand workers repeats its commands faster than their answers can be read."""
+    workers = ["p0-w0", "p0-w1", "r0-w0"]
+    changes = tuple(assign(worker, Role.DECODE, 1, 2) for worker in workers)
+    sent = driver.table(*map(draining, workers), plan=plan(stage="applying", reassign=changes))
+    assert named(sent) == [("Drain", worker) for worker in workers]
+    driver.now_ms += RETRY_MS
+    for worker in workers:
+        sent = driver.say(drained(worker))
+        assert [each.worker for each in of(SetRole, sent)] == [worker] and not of(Drain, sent)
+    sent = driver.say(*(role_set(worker, 2, Role.DECODE) for worker in workers))
+    assert reports(sent) == [("p1", "applied")]
+
+
 def test_commands_are_repeated_until_answered(driver: Driver) -> None:
     driver.table(launching("p0-w0"), plan=plan(add=JOINERS[:1]))
     assert driver.wait(RETRY_MS - 1) == []

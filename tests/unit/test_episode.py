@@ -3,39 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 
 import pytest
 
 from messages.agent import (
-    Assignment,
-    AttemptLogged,
-    NotNow,
     RequestInterrupted,
-    RolloutTask,
-    TokenChunk,
     TurnFinished,
 )
 from messages.envelope import decode, encode
-from messages.ids import Activity, Role, Zone
 from messages.monitor import DeadLetter
-from messages.pipeline_scheduler import TrajectoryCompleted
-from messages.rollout_worker import CancelRequest, Generate
-from messages.router import AssignRequest
+from messages.rollout_worker import Generate
 from messages.runtime_tracker import RequestFinished
 from messages.subjects import message_id, subject_of
-from pearl_state.model import RoleTable, Row
 from services.agent.config import Config
 from services.agent.episode import Episode, SupersededError
 from services.agent.service import Agent
-from services.checker.core import Expected, Journalled
-from services.checker.core import check as judge
 from services.edge.request import RequestEdge
 from services.environments.base import StepResult
 from services.jobfile import AgentSection, EnvironmentSection, JobFile, PipelineSection
-from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
 from services.runtime.clock import ManualClock
+from tests.scripted_cluster import Cluster, Records, Table, create_streams, task_of
 
 REPLY = 5
 """Tokens of a whole reply, the end of turn included."""
@@ -116,162 +104,18 @@ def true_reply(seed: int) -> list[int]:
     return [100 + (seed + index) % 500 for index in range(REPLY - 1)] + [1]
 
 
-class Cluster:
-    """Router and worker `a-w0`. `script` says what becomes of the next attempts; an empty one serves them whole.
-
-    "cut:n" interrupts after n tokens, "die:n" falls silent after n, "refuse", "lose" drops the request, "not_now".
-    """
-
-    def __init__(self, broker, *script: str) -> None:
-        self.bus = broker.connect()
-        self.script = deque(script)
-        self.log: list[AttemptLogged] = []
-        self.asked: list[AssignRequest] = []
-        self.generates: list[Generate] = []
-        self.cancels: list[CancelRequest] = []
-        self.on_death = None
-        self.hold: asyncio.Event | None = None
-        self.version = 0
-
-    async def start(self) -> None:
-        asks = await self.bus.subscribe("pearl.demo.assign", queue="router")
-        generates = await self.bus.subscribe("pearl.demo.gen.*")
-        self.tasks = [asyncio.create_task(self.route(asks)), asyncio.create_task(self.work(generates))]
-
-    async def stop(self) -> None:
-        for task in self.tasks:
-            task.cancel()
-        await asyncio.wait(self.tasks)
-        for task in self.tasks:
-            assert task.cancelled(), task.exception()
-
-    async def route(self, asks) -> None:
-        async for delivery in asks:
-            ask = decode(delivery.data, AssignRequest)
-            self.asked.append(ask)
-            if self.script and self.script[0] == "not_now":
-                self.script.popleft()
-                answer = NotNow(request=ask.request, attempt=ask.attempt, retry_after_ms=5, reason="no worker")
-            else:
-                answer = Assignment(
-                    request=ask.request, attempt=ask.attempt, worker="a-w0", incarnation=1, role_generation=1
-                )
-            await self.bus.publish(delivery.reply, encode(answer))
-
-    async def work(self, generates) -> None:
-        async for delivery in generates:
-            message = decode(delivery.data, Generate, CancelRequest)
-            if isinstance(message, CancelRequest):
-                self.cancels.append(message)
-                continue
-            self.generates.append(message)
-            await self.attempt(message, self.script.popleft() if self.script else "whole")
-
-    async def attempt(self, message: Generate, what: str) -> None:
-        what, _, count = what.partition(":")
-        begin = len(message.prefix)
-        whole = true_reply(message.seed)
-        assert message.prefix == whole[:begin], "no token is made up, none is asked for again"
-        if what == "lose":
-            return
-        if what == "refuse":
-            return await self.say(message, begin, [], "refused")
-        self.note(message, 0, "")
-        if self.hold is not None:
-            await self.hold.wait()
-        tokens = whole[begin:] if what == "whole" else whole[begin : begin + int(count)]
-        for index, token in enumerate(tokens[:-1]):
-            await self.say(message, begin + index, [token], "")
-        finish = {"whole": "stop", "cut": "interrupted", "die": ""}[what]
-        if tokens or finish:
-            await self.say(message, begin + max(0, len(tokens) - 1), tokens[-1:], finish)
-        if what == "die":
-            if self.on_death is not None:
-                self.on_death()
-        else:
-            self.note(message, len(tokens), finish)
-
-    def note(self, message: Generate, generated: int, finish: str) -> None:
-        self.log.append(
-            AttemptLogged(
-                worker=message.worker,
-                incarnation=message.incarnation,
-                request=message.request,
-                attempt=message.attempt,
-                start_offset=len(message.prefix),
-                generated=generated,
-                version=self.version,
-                finish=finish,
-                at_ms=0,
-            )
-        )
-
-    async def say(self, message: Generate, offset: int, tokens: list[int], finish: str) -> None:
-        piece = TokenChunk(
-            request=message.request,
-            attempt=message.attempt,
-            worker=message.worker,
-            incarnation=message.incarnation,
-            offset=offset,
-            tokens=tokens,
-            logprobs=[-0.5] * len(tokens),
-            version=self.version,
-            finish=finish,
-        )
-        await self.bus.publish(message.reply, encode(piece))
+def true_answer(message: Generate) -> list[int]:
+    return true_reply(message.seed)
 
 
-class Table:
-    """A replica that a test changes."""
-
-    def __init__(self) -> None:
-        self.table: RoleTable | None = None
-        self.callbacks = []
-
-    def on_change(self, callback) -> None:
-        self.callbacks.append(callback)
-
-    def show_gone(self) -> None:
-        row = Row(
-            worker="a-w0", gpus=(), zone=Zone.RESERVED, role=Role.COLOCATED, activity=Activity.INACTIVE,
-            incarnation=1, role_generation=1,
-        )  # fmt: skip
-        table = RoleTable(job="demo", epoch=1, rows=(row,))
-        for callback in self.callbacks:
-            callback(table)
-
-
-async def create_streams(bus) -> None:
-    for name, subjects, retention in (
-        ("demo_EV", "pearl.demo.ev.>", "limits"),
-        ("demo_TASKS", "pearl.demo.task.>", "workqueue"),
-        ("demo_JOURNAL", "pearl.demo.journal.>", "limits"),
-        ("demo_DEAD", "pearl.demo.dead.>", "limits"),
-    ):
-        await bus.ensure_stream(StreamSpec(name=name, subjects=(subjects,), retention=retention))
-
-
-def task_of(trajectory="b0-g0-m0", retry=0) -> RolloutTask:
-    return RolloutTask(
-        trajectory=trajectory,
-        group="b0-g0",
-        batch=0,
-        retry=retry,
-        task_seed=4,
-        sample_seed=9,
-        min_version=0,
-        temperature=1.0,
-    )
-
-
-class World:
+class World(Records):
     """Broker, cluster, one edge, and what came of them."""
 
     def __init__(self, *script: str, job: JobFile | None = None) -> None:
         self.job = job or job_of()
         self.broker = MemoryBroker(ManualClock())
         self.bus = self.broker.connect()
-        self.cluster = Cluster(self.broker, *script)
+        self.cluster = Cluster(self.broker.connect(), true_answer, *script, chunk=1)
         self.table = Table()
         self.edges = 0
 
@@ -310,30 +154,6 @@ class World:
             await self.episode(edge, task, resumed=resumed).run()
         finally:
             await edge.stop()
-
-    async def journal(self) -> list[Journalled]:
-        return [
-            Journalled(d.seq, decode(d.data, TurnFinished, RequestInterrupted))
-            async for d in self.bus.read("demo_JOURNAL", "pearl.demo.journal.*")
-        ]
-
-    async def turns(self) -> list[TurnFinished]:
-        return [entry.record for entry in await self.journal() if isinstance(entry.record, TurnFinished)]
-
-    async def ends(self) -> list[TrajectoryCompleted]:
-        subject = "pearl.demo.ev.trajectory_completed.*"
-        return [decode(d.data, TrajectoryCompleted) async for d in self.bus.read("demo_EV", subject)]
-
-    async def report(self):
-        expected = Expected(batch_trajectories=1, group_size=1, staleness=1)
-        return judge(
-            expected,
-            journal=await self.journal(),
-            attempts=self.cluster.log,
-            ends=await self.ends(),
-            batches=(),
-            steps=(),
-        )
 
 
 async def test_an_episode_is_its_turns_and_one_end():
@@ -383,7 +203,12 @@ async def test_a_worker_that_the_table_shows_gone_is_given_up_before_it_is_silen
     job = job_of()
     job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
     async with World("die:2", job=job) as world:
-        world.cluster.on_death = world.table.show_gone
+
+        def gone_and_back() -> None:
+            world.table.write(serving=False)
+            world.table.write(serving=True)
+
+        world.cluster.on_death = gone_and_back
         await asyncio.wait_for(world.run(), 5)
         cut = next(e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted))
         assert (cut.cause, cut.prefix_len, cut.received) == ("worker_gone", 0, 2)
@@ -459,13 +284,13 @@ async def test_two_agents_with_one_trajectory_write_one_record_a_turn():
 
 async def test_an_agent_thought_dead_cannot_write_after_its_successor():
     async with World() as world:
-        world.cluster.hold = asyncio.Event()
+        world.cluster.before = asyncio.Event()
         edge = await world.edge()
         zombie = asyncio.ensure_future(world.episode(edge).run())
         await _until(lambda: world.cluster.generates)
         record = _turn(0)
         await world.bus.publish_durable(subject_of("demo", record), encode(record), msg_id=f"{message_id(record)}:x")
-        world.cluster.hold.set()
+        world.cluster.before.set()
         with pytest.raises(SupersededError):
             await zombie
         assert len(await world.turns()) == 1 and await world.ends() == []
@@ -568,7 +393,7 @@ async def test_an_agent_runs_tasks_side_by_side_and_acknowledges_them_at_their_e
 
 async def test_a_stopping_agent_gives_its_tasks_to_the_next():
     async with World() as world:
-        world.cluster.hold = asyncio.Event()
+        world.cluster.before = asyncio.Event()
         stop = asyncio.Event()
         first = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="e").run(stop))
         task = task_of()
@@ -576,7 +401,7 @@ async def test_a_stopping_agent_gives_its_tasks_to_the_next():
         await _until(lambda: world.cluster.generates)
         stop.set()
         await first
-        world.cluster.hold.set()
+        world.cluster.before.set()
         await _until(lambda: world.cluster.cancels)
         stop = asyncio.Event()
         second = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="f").run(stop))

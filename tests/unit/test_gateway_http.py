@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import socket
 
+import msgspec
 import pytest
 
 from messages.agent import NotNow
@@ -35,8 +37,8 @@ async def test_a_chat_whole_and_streamed_says_the_same() -> None:
         assert content == choice["logprobs"]["content"]
         assert events[-1]["usage"] == whole["usage"]
         assert events[-2]["choices"][0]["finish_reason"] == "stop"
-        prompt = bytes(world.fleet.generates[0].prompt[1:3])
-        assert prompt == b"us" and world.fleet.generates[0].prompt == world.fleet.generates[1].prompt
+        prompt = bytes(world.cluster.generates[0].prompt[1:3])
+        assert prompt == b"us" and world.cluster.generates[0].prompt == world.cluster.generates[1].prompt
 
 
 async def test_completions_take_text_ids_and_lists() -> None:
@@ -48,10 +50,10 @@ async def test_completions_take_text_ids_and_lists() -> None:
         events = await world.events("/v1/completions", body)
         assert "".join(event["choices"][0]["text"] for event in events) == "Hello"
         await world.post("/v1/completions", {**body, "prompt": [72, 105]})
-        assert world.fleet.generates[-1].prompt == [72, 105]
+        assert world.cluster.generates[-1].prompt == [72, 105]
         several = await world.post("/v1/completions", {**body, "prompt": ["Hi", [72]], "n": 2, "seed": 7})
         assert [choice["index"] for choice in several["choices"]] == [0, 1, 2, 3]
-        assert len({generate.seed for generate in world.fleet.generates[-4:]}) == 4
+        assert len({generate.seed for generate in world.cluster.generates[-4:]}) == 4
         assert several["usage"]["prompt_tokens"] == 3 and several["usage"]["completion_tokens"] == 20
 
 
@@ -74,14 +76,14 @@ async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
     async with World(silence_ms=60) as world:
         for stream in (False, True):
             for script in scripts:
-                world.fleet.script.extend(script)
+                world.cluster.script.extend(script)
                 if stream:
                     events = await world.events("/v1/chat/completions", chat("Hi"))
                     text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
                 else:
                     whole = await world.post("/v1/chat/completions", chat("Hi"))
                     text = whole["choices"][0]["message"]["content"]
-                assert text == "Hello, world!" and not world.fleet.script
+                assert text == "Hello, world!" and not world.cluster.script
         report = await world.report()
         assert report.regenerated == 0 and report.ok, report.violations
         assert world.gateway.metrics.interruptions >= 10
@@ -95,7 +97,7 @@ async def test_tools_go_through_the_template_and_calls_come_back() -> None:
     reply = 'Let me see.\n<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": [2]}}\n</tool_call>'
     async with World(lambda message: said(reply)) as world:
         whole = await world.post("/v1/chat/completions", chat("1+2?", tools=[tool]))
-        assert '"name": "add"' in bytes(i for i in world.fleet.generates[0].prompt if i < 256).decode()
+        assert '"name": "add"' in bytes(i for i in world.cluster.generates[0].prompt if i < 256).decode()
         message, finish = whole["choices"][0]["message"], whole["choices"][0]["finish_reason"]
         assert finish == "tool_calls" and message["content"] == "Let me see."
         call = message["tool_calls"][0]
@@ -122,9 +124,9 @@ async def test_sglangs_generate_and_what_slime_asks_around_it() -> None:
         assert len(events) > 1 and events[0]["meta_info"]["finish_reason"] is None
         workers = await world.get("/workers")
         assert workers["workers"][0]["url"] == world.gateway.url
-        world.fleet.script.append("hold:3")
+        world.cluster.script.append("hold:3")
         running = asyncio.create_task(world.post("/generate", {**body, "rid": "mine"}))
-        await world.fleet.reached.wait()
+        await world.cluster.reached.wait()
         assert (await world.get("/v1/loads"))["loads"][0]["num_running_reqs"] == 1
         assert await world.post("/abort_request", {"abort_all": True}) == {"aborted": 1}
         aborted = await running
@@ -135,15 +137,15 @@ async def test_sglangs_generate_and_what_slime_asks_around_it() -> None:
 async def test_a_client_that_goes_away_frees_its_worker() -> None:
     async with World() as world:
         for path, body in (("/v1/chat/completions", chat("Hi", stream=True)), ("/v1/chat/completions", chat("Hi"))):
-            world.fleet.script.append("hold:3")
-            world.fleet.reached.clear()
-            world.fleet.cancelled.clear()
+            world.cluster.script.append("hold:3")
+            world.cluster.reached.clear()
+            world.cluster.cancelled.clear()
             request = asyncio.create_task(world.post(path, body))
-            await world.fleet.reached.wait()
+            await world.cluster.reached.wait()
             request.cancel()
             await asyncio.gather(request, return_exceptions=True)
             async with asyncio.timeout(5):
-                await world.fleet.cancelled.wait()
+                await world.cluster.cancelled.wait()
         assert world.gateway.generation.in_flight == 0
         assert world.gateway.metrics.cancelled == 2
 
@@ -153,7 +155,7 @@ async def test_versions_are_asked_for_and_told() -> None:
         async with world.http.post("/v1/chat/completions", json=chat("Hi", min_version=3)) as response:
             assert response.status == 200 and response.headers["X-Pearl-Version"] == "3"
         await world.post("/v1/chat/completions", chat("Hi", version=3))
-        assert world.fleet.generates[-1].min_version == 3
+        assert world.cluster.generates[-1].min_version == 3
         for body, headers in (
             (chat("Hi", min_version=4), {}),
             (chat("Hi", version=2), {}),
@@ -163,29 +165,29 @@ async def test_versions_are_asked_for_and_told() -> None:
             answer = await world.post("/v1/chat/completions", body, status=409, **headers)
             assert answer["error"]["code"] == "version_unavailable"
         await world.post("/v1/chat/completions", chat("Hi"), status=400, X_Pearl_Version="new")
-        world.fleet.script.append("hold:3")
+        world.cluster.script.append("hold:3")
         request = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi", version=3), status=409))
-        await world.fleet.reached.wait()
-        world.fleet.version = 4
-        world.fleet.release.set()
+        await world.cluster.reached.wait()
+        world.cluster.version = 4
+        world.cluster.release.set()
         assert (await request)["error"]["code"] == "version_unavailable"
 
 
 async def test_too_much_at_once_is_429() -> None:
     async with World(max_requests=1) as world:
-        world.fleet.script.append("hold:3")
+        world.cluster.script.append("hold:3")
         running = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi")))
-        await world.fleet.reached.wait()
+        await world.cluster.reached.wait()
         async with world.http.post("/v1/chat/completions", json=chat("Hi")) as response:
             assert response.status == 429 and int(response.headers["Retry-After"]) >= 1
             assert (await response.json())["error"]["type"] == "rate_limit_error"
-        world.fleet.release.set()
+        world.cluster.release.set()
         await running
 
 
 async def test_full_workers_are_429_and_nobody_serving_503() -> None:
     async with World(queue_s=0.05) as world:
-        world.fleet.not_now = NotNow(request="", attempt=1, retry_after_ms=20, reason="all workers full")
+        world.cluster.not_now = NotNow(request="", attempt=1, retry_after_ms=20, reason="all workers full")
         assert (await world.post("/v1/chat/completions", chat("Hi"), status=429))["error"]["code"] == "overloaded"
         world.table.write(3, published=4)
         answer = await world.post("/v1/chat/completions", chat("Hi", min_version=4), status=409)
@@ -230,7 +232,7 @@ async def test_what_is_wrong_is_named(change, status, code, param) -> None:
     async with World() as world:
         error = (await world.post("/v1/chat/completions", chat("Hi", **{}) | change, status=status))["error"]
         assert (error["code"], error["param"]) == (code, param), error
-        assert not world.fleet.generates
+        assert not world.cluster.generates
         await world.post("/v1/chat/completions", chat("Hi"))
 
 
@@ -279,6 +281,9 @@ async def raw(world: World, data: bytes, *, half_close: bool = False) -> bytes:
         writer.close()
 
 
+BOMB = gzip.compress(b" " * 20_000_000)
+"""20 kB that become more than a body may have."""
+WHOLE = msgspec.json.encode(chat("Hi"))
 HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer sk-test\r\nContent-Type: application/json\r\n"
 
 
@@ -294,16 +299,26 @@ HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer 
         (HEAD + b"Content-Length: 100\r\n\r\n{", False, b"408"),  # slow
         (b"POST /v1/cha", False, b"408"),
         (HEAD + b"Content-Length: 999999999\r\n\r\n", False, b"413"),
-        (HEAD + b"Content-Length: 100\r\n\r\n{", True, b""),  # half closed: nobody is there any more
+        (HEAD + b"Content-Length: 100\r\n\r\n{", True, b"400"),  # half closed before it is whole
+        (HEAD + b"Transfer-Encoding: chunked\r\n\r\n5\r\n{", True, b"400"),
+        (b"POST /v1/cha", True, b"400"),
+        (HEAD.replace(b"sk-test", b"sk-none") + b"Content-Length: 100\r\n\r\n{", False, b"401"),
+        (HEAD + b"Content-Length: %d\r\n\r\n" % len(WHOLE) + WHOLE, True, b""),  # whole, and nobody is there any more
+        (HEAD + b"Content-Length: 2\r\nContent-Length: 3\r\n\r\n{} ", False, b"400"),
+        (HEAD + b"X-Session-Id: a\x00b\r\nContent-Length: 2\r\n\r\n{}", False, b"400"),
+        (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", False, b"400"),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + bytes(50), False, b"400"),  # TLS
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n" % len(BOMB) + BOMB, False, b"413"),
+        (HEAD + b"Content-Encoding: gzip\r\nContent-Length: 9\r\n\r\nnot gzip!", False, b"400"),
     ],
 )
 async def test_malformed_slow_large_and_half_closed_requests(data, half_close, status) -> None:
     async with World(receive_s=1.5) as world:
-        world.fleet.script.append("hold:3")
+        world.cluster.script.append("hold:3")
         other = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi")))
-        await world.fleet.reached.wait()
+        await world.cluster.reached.wait()
         answer = await raw(world, data, half_close=half_close)
-        world.fleet.release.set()
+        world.cluster.release.set()
         assert (await other)["choices"][0]["message"]["content"] == "Hello, world!"
         if status:
             assert answer[:9] in (b"HTTP/1.1 ", b"HTTP/1.0 ") and answer[9:12] == status, answer[:200]
@@ -341,7 +356,7 @@ async def test_a_client_that_takes_nothing_of_its_stream_is_dropped() -> None:
                 await asyncio.sleep(0.02)
         assert world.gateway.generation.in_flight == 0
         writer.close()
-        world.fleet.answer = hello
+        world.cluster.answer = hello
         await world.post("/v1/chat/completions", chat("Hi"))
 
 

@@ -44,7 +44,7 @@ async def test_a_session_becomes_a_trajectory_token_for_token() -> None:
         await world.give(task_of())
         session, header = await opened(world)
         assert session["task"]["task_seed"] == 4 and session["trajectory"] == "b3-g0-m0"
-        world.fleet.script.extend(["cut:3", "whole", "die:5"])
+        world.cluster.script.extend(["cut:3", "whole", "die:5"])
         first = await speak(world, header, "Hi", temperature=0.1, top_p=0.5, seed=1)
         second = await speak(world, header, "Hi", first, "More", max_tokens=1000)
         shown = await world.get(f"/v1/sessions/{session['id']}")
@@ -57,10 +57,10 @@ async def test_a_session_becomes_a_trajectory_token_for_token() -> None:
         assert turns[0].prompt_new == TOKENIZER.encode("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
         assert turns[1].prompt_new == TOKENIZER.encode("\n<|im_start|>user\nMore<|im_end|>\n<|im_start|>assistant\n")
         assert turns[0].reply == said(first) and turns[1].reply == said(second)
-        assert world.fleet.generates[-1].prompt == turns[0].prompt_new + turns[0].reply + turns[1].prompt_new
+        assert world.cluster.generates[-1].prompt == turns[0].prompt_new + turns[0].reply + turns[1].prompt_new
         assert [turn["reply"] for turn in exact["turns"]] == [turn.reply for turn in turns]
-        assert {generate.temperature for generate in world.fleet.generates} == {1.0}
-        assert {generate.min_version for generate in world.fleet.generates} == {2}
+        assert {generate.temperature for generate in world.cluster.generates} == {1.0}
+        assert {generate.min_version for generate in world.cluster.generates} == {2}
         assert (end.reward, end.status, end.turns, end.group, end.batch) == (0.5, "completed", 2, "b3-g0", 3)
         report = await world.report()
         assert report.ok, report.violations
@@ -87,10 +87,16 @@ async def test_a_session_is_named_by_header_and_its_key_opens_no_other() -> None
             assert response.status == 401
         bad = {"Authorization": key["Authorization"] + "x"}
         assert (await world.post("/v1/chat/completions", chat("Hi"), status=401, **bad))["error"]["code"]
-        assert (await world.post("/v1/chat/completions", chat("Hi"), status=404, X_Session_Id="nobody"))["error"][
-            "code"
-        ]
+        assert (await world.post("/v1/chat/completions", chat("Hi"), status=404, X_Session_Id="gw00000000-1-00000000"))[
+            "error"
+        ]["code"]
         await world.post("/v1/chat/completions", chat("Hi", n=2), status=400, **key)
+        # Clients name their own sessions so, for routers: with a session's key, and without any session of ours.
+        theirs = {"X_Session_Id": "0123456789abcdef"}
+        await world.post("/v1/chat/completions", chat("Hi", n=2), **theirs)
+        assert not world.cluster.generates[-1].request.startswith("b3-g0")
+        await world.post("/v1/chat/completions", chat("Hi"), **theirs, **key)
+        assert world.cluster.generates[-1].request.startswith(one["trajectory"])
 
 
 async def test_a_rewritten_history_is_a_branch_and_only_the_last_path_is_trained_on() -> None:
@@ -140,9 +146,9 @@ async def test_text_and_token_prompts_continue_too() -> None:
         body = {"model": MODEL, "prompt": "Hi ", "max_tokens": 50}
         first = (await world.post("/v1/completions", body, **header))["choices"][0]["text"]
         await world.post("/v1/completions", {**body, "prompt": f"Hi {first} and"}, **header)
-        context = world.fleet.generates[-1].prompt
+        context = world.cluster.generates[-1].prompt
         assert context == [*TOKENIZER.encode("Hi "), *said(first), *TOKENIZER.encode(" and")]
-        whole = [*context, *by_seed(world.fleet.generates[-1])]
+        whole = [*context, *by_seed(world.cluster.generates[-1])]
         answer = await world.post("/generate", {"input_ids": [*whole, 33]}, **header)
         exact = (await world.get(f"/v1/sessions/{session['id']}/trajectory"))["turns"]
         assert [turn["prompt_new"] for turn in exact] == [TOKENIZER.encode("Hi "), TOKENIZER.encode(" and"), [33]]
@@ -153,7 +159,7 @@ async def test_a_stop_string_ends_a_turn_and_the_records_agree() -> None:
     async with World(lambda message: said("act: ls STOP and more words than that")) as world:
         await world.give(task_of())
         session, header = await opened(world)
-        world.fleet.script.append("cut:5")
+        world.cluster.script.append("cut:5")
         assert await speak(world, header, "Hi", stop="STOP") == "act: ls "
         await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, **header)
         assert (await world.turns())[0].reply == said("act: ls STOP", ended=False)
@@ -167,9 +173,9 @@ async def test_sessions_that_nobody_ends_are_abandoned_counted_and_never_trained
             await world.give(task_of(f"b3-g0-m{member}"))
         (idle, key), (given, other), (busy, third) = [await opened(world) for _ in range(3)]
         await speak(world, key, "Hi")
-        world.fleet.script.append("hold:3")
+        world.cluster.script.append("hold:3")
         running = asyncio.create_task(speak(world, third, "Hi"))
-        await world.fleet.reached.wait()
+        await world.cluster.reached.wait()
         world.clock.advance(2000)
         await world.post(f"/v1/sessions/{given['id']}/reward", {"reward": 1}, status=409, **other)  # no turn
         async with world.http.delete(f"/v1/sessions/{given['id']}", headers=other) as response:
@@ -179,7 +185,7 @@ async def test_sessions_that_nobody_ends_are_abandoned_counted_and_never_trained
         assert sorted(end.trajectory for end in ends) == sorted([idle["trajectory"], given["trajectory"]])
         assert {end.status for end in ends} == {"failed"} and {end.journal for end in ends} == {()}
         assert not await world.turns()
-        world.fleet.release.set()
+        world.cluster.release.set()
         await running
         book = world.gateway.trajectories.book
         assert (book.abandoned, book.rewarded, len(book)) == (2, 0, 1)
@@ -188,13 +194,48 @@ async def test_sessions_that_nobody_ends_are_abandoned_counted_and_never_trained
         assert busy["status"] == "open"
 
 
+async def test_a_session_with_an_owner_is_ended_by_its_key_alone_and_kept_by_it() -> None:
+    async with World(by_seed, session_idle_ms=100_000) as world:
+        for member in range(2):
+            await world.give(task_of(f"b3-g0-m{member}"))
+        session, key = await opened(world, owner_key=True, idle_s=10)
+        _, other = await opened(world)
+        path, owner = f"/v1/sessions/{session['id']}", {"X_Session_Owner": session["owner_key"]}
+        await speak(world, key, "Hi")
+        for wrong in (key, {}, {"X_Session_Owner": "guess"}, {"X_Session_Owner": ""}):
+            answer = await world.post(f"{path}/reward", {"reward": 1}, status=403, **wrong)
+            assert answer["error"]["code"] == "owner_key_needed"
+        assert (await world.post(f"{path}/reward", {"reward": 1}, status=403, **owner, **other))["error"]
+        async with world.http.delete(path) as response:
+            assert response.status == 403
+        for _ in range(3):  # kept by its owner, not by anybody else's looking
+            world.clock.advance(6000)
+            async with world.http.get(path, headers={"X-Session-Owner": session["owner_key"]}) as response:
+                assert response.status == 200
+            await world.gateway.trajectories.look_after()
+        assert world.gateway.trajectories.book.abandoned == 0
+        result = await world.post(f"{path}/reward", {"reward": 1}, **owner, **key)
+        assert result["status"] == "completed"
+
+        await world.give(task_of("b3-g0-m2"))
+        session, _ = await opened(world, owner_key=True, idle_s=10)
+        world.clock.advance(6000)
+        await world.get(f"/v1/sessions/{session['id']}")
+        world.clock.advance(6000)
+        await world.gateway.trajectories.look_after()
+        assert world.gateway.trajectories.book.abandoned == 1
+        assert [end.reason for end in await world.ends() if end.status == "failed"] == [
+            "nobody talked to its session for 12 s"
+        ]
+
+
 async def test_a_gateway_that_stops_gives_its_tasks_to_another() -> None:
     async with World(by_seed) as world:
         await world.give(task_of())
         session, header = await opened(world)
         await speak(world, header, "Hi")
         other = Gateway(
-            world.config, world.broker.connect(), world.table, Vocabulary.load(world.job), ask_router=world.fleet.assign,
+            world.config, world.broker.connect(), world.table, Vocabulary.load(world.job), ask_router=world.cluster.assign,
             clock=world.clock,
         )  # fmt: skip
         await other.start()
@@ -257,7 +298,7 @@ async def test_a_session_without_a_task_is_recorded_and_trains_nothing() -> None
         session, header = await opened(world, train=False)
         assert session["task"] is None
         await speak(world, header, "Hi", temperature=0.3, seed=5)
-        assert world.fleet.generates[-1].temperature == 0.3
+        assert world.cluster.generates[-1].temperature == 0.3
         exact = await world.get(f"/v1/sessions/{session['id']}/trajectory")
         assert len(exact["turns"]) == 1
         result = await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, **header)
@@ -307,14 +348,14 @@ async def play_by_http(world: World, task: RolloutTask) -> None:
 async def test_an_agent_over_http_makes_the_built_in_agents_trajectories(script: list[str]) -> None:
     job = guess_job()
     async with World(guesses, job=job, silence_ms=60) as world:
-        edge = RequestEdge(world.broker.connect(), "demo", "agent", silence_ms=60, ask_router=world.fleet.assign)
+        edge = RequestEdge(world.broker.connect(), "demo", "agent", silence_ms=60, ask_router=world.cluster.assign)
         await edge.start()
         tasks = [
             task_of(f"b3-g0-m{member}", task_seed=member // 4, sample_seed=100 + member, min_version=2)
             for member in range(8)
         ]
         for task in tasks:
-            world.fleet.script.extend(script)
+            world.cluster.script.extend(script)
             episode = Episode(
                 task,
                 bus=world.bus,
@@ -326,10 +367,10 @@ async def test_an_agent_over_http_makes_the_built_in_agents_trajectories(script:
                 resumed=False,
             )
             await episode.run()
-            world.fleet.script.clear()
-            world.fleet.script.extend(script)
+            world.cluster.script.clear()
+            world.cluster.script.extend(script)
             await play_by_http(world, msgspec.structs.replace(task, trajectory=f"{task.trajectory}-http"))
-            world.fleet.script.clear()
+            world.cluster.script.clear()
         await edge.stop()
         ends = {end.trajectory: end for end in await world.ends()}
         turns = {(turn.trajectory, turn.turn): turn for turn in await world.turns()}

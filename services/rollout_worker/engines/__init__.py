@@ -26,11 +26,19 @@ def make_engine(
     """
     if rollout.engine == "emulated":
         from services.rollout_worker.engines.emulated import EmulatedEngine, ScaledClock
+        from services.rollout_worker.engines.replies import load_replies
         from services.timing import hardware
 
         clock = ScaledClock(emulation.time_scale)
         prepared_s = age_s * emulation.time_scale
-        return EmulatedEngine(hardware.load(emulation.hardware), rollout, clock, address=address, prepared_s=prepared_s)
+        return EmulatedEngine(
+            hardware.load(emulation.hardware),
+            rollout,
+            clock,
+            address=address,
+            prepared_s=prepared_s,
+            replies=load_replies(emulation.replies),
+        )
     if rollout.engine == "sglang":
         from services.rollout_worker.engines.sglang.engine import SglangEngine
 

@@ -2,7 +2,8 @@
 
 Owns one `EngineModel` and the replies in it. Everything the worker's process, the bus and the edges do is real; tokens are made
 up, the same for the same (seed, index), so that a resumed reply goes on as an uninterrupted one would; weights are a version
-number. A reply is as long as it was asked to be, unless a made-up token is one of its stop ids.
+number. A reply is as long as it was asked to be, unless a made-up token is one of its stop ids. With `replies`, they say what the
+model answers, so that what needs sense (an agent's commands) can run on it.
 
 Disaggregated, prefill and decode engines speak the torch engine's protocol over real connections, without pages: the time that
 KV takes on its way is waited out before the first token. Only the last chunk's is: the chunks before it travel while the next is
@@ -25,6 +26,7 @@ from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load
 from services.rollout_worker.engines.ends import end_of, finish_of
 from services.rollout_worker.engines.kv_protocol import First, Hello, Pages, ProtocolError, digest
 from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
+from services.rollout_worker.engines.replies import Replies
 from services.snapshot import SnapshotError, version_of
 from services.timing.engine import NEVER, EngineModel, Event
 from services.timing.hardware import Hardware
@@ -110,6 +112,7 @@ class EmulatedEngine:
         prepared_s: float = 0.0,
         limits: Limits = LIMITS,
         flush_s: float = FLUSH_S,
+        replies: Replies | None = None,
     ) -> None:
         self.hardware = hardware
         self._rollout = rollout
@@ -118,6 +121,7 @@ class EmulatedEngine:
         self._prepared_s = prepared_s
         self._limits = limits
         self._flush_s = flush_s
+        self._script = replies  # None: tokens are made up
         self._model = EngineModel(
             hardware,
             max_running=rollout.max_running,
@@ -228,7 +232,7 @@ class EmulatedEngine:
 
     async def generate(self, spec: GenerateSpec) -> AsyncGenerator[Tokens, None]:
         refusal = self._refusal(spec)
-        at_once = refusal or finish_of(spec)
+        at_once = refusal or finish_of(spec) or self._said_all(spec)
         if at_once:
             finish = "refused" if refusal else at_once
             yield Tokens(
@@ -276,12 +280,26 @@ class EmulatedEngine:
         """All tokens that a request will make here, and how it ends; on the prefill side that is one."""
         begin = len(spec.prefix)
         end = min(spec.max_new_tokens, self._model.context_limit - len(spec.prompt))
-        new = [made_up(spec.seed, index) for index in range(begin, begin + 1 if self._role is Role.PREFILL else end)]
+        end = begin + 1 if self._role is Role.PREFILL else end
         finish = "length"
+        if self._script is not None:
+            said = self._script.reply(spec.prompt, spec.seed)
+            new = said[begin:end]
+            finish = "stop" if len(said) <= end else finish
+        else:
+            new = [made_up(spec.seed, index) for index in range(begin, end)]
         stops = [new.index(token) for token in spec.stop_ids if token in new]
         if stops:
             new, finish = new[: min(stops) + 1], "stop"
         return _Reply(spec, [*spec.prompt, *spec.prefix, *new], finish, asyncio.get_running_loop().time())
+
+    def _said_all(self, spec: GenerateSpec) -> str:
+        """How a request ends whose prefix is all that the script has to say."""
+        return (
+            "stop"
+            if self._script is not None and len(self._script.reply(spec.prompt, spec.seed)) <= len(spec.prefix)
+            else ""
+        )
 
     def _free(self, number: int) -> None:
         """Whatever there is of a request, if anything."""

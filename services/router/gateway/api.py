@@ -181,12 +181,17 @@ class OpenSession(msgspec.Struct, frozen=True, kw_only=True):
     """Body of POST /v1/sessions.
 
     `train`: take the next rollout task, waiting up to `wait_s` for one. Without it the session is recorded and makes no
-    trajectory. `task`: a task that the caller holds and acknowledges itself, instead of the next one.
+    trajectory. `task`: a task that the caller holds and acknowledges itself, instead of the next one. `owner_key`: only a key that
+    the answer gives, in the header X-Session-Owner, can end the session; what speaks with the session's key cannot reward itself.
+    `idle_s`: abandoned when nobody talks to it for so long, instead of gateway.session_idle_ms where that is longer. A GET of the
+    session with the owner's key counts as talk.
     """
 
     train: bool = True
     wait_s: Annotated[float, Meta(ge=0, le=600)] = 10.0
     task: RolloutTask | None = None
+    owner_key: bool = False
+    idle_s: Annotated[float, Meta(ge=1, le=86400)] | None = None
 
 
 class PostReward(msgspec.Struct, frozen=True, kw_only=True):

@@ -245,7 +245,7 @@ class OpenAI:
     def _job(
         self, kind: str, body: Any, identity: str, samplings: list[Sampling], prompts: list[list[int]], call: Call
     ) -> _Job:
-        routing = body.session_id or call.header("X-SMG-Routing-Key") or body.user
+        routing = body.session_id or call.header("X-SMG-Routing-Key") or call.header("X-Session-Id") or body.user
         return _Job(
             kind=kind,
             id=identity,

@@ -41,6 +41,7 @@ ENDPOINTS: Final[tuple[tuple[str, str, type[msgspec.Struct] | None, int, str], .
 _REFUSALS: Final = {
     "400": "The request makes no sense here; `param` names the field.",
     "401": "No key, or none that is known.",
+    "403": "The key is another session's, or not its owner's.",
     "404": "There is no such path, model or session.",
     "409": "The version asked for cannot be had, or the session's state forbids it.",
     "413": "The body is too large.",

@@ -11,7 +11,7 @@ from services.edge.request import Interruption
 from services.router.gateway.errors import ApiError
 from services.router.gateway.generation import Choice, Generation, Sampling, spans_of
 from services.router.gateway.server import Call
-from services.router.gateway.sessions import NO_PARENT, Asked, Session, Turn, session_of
+from services.router.gateway.sessions import NO_PARENT, SESSION_ID, Asked, Session, Turn, session_of
 from services.router.gateway.trajectories import Trajectories
 
 
@@ -23,8 +23,9 @@ class Replies:
         self._trajectories = trajectories
 
     def session(self, call: Call) -> Session | None:
-        """The open session that a key or a header names."""
-        named = session_of(call.key) or call.header("X-Session-Id")
+        """The open session that a key or a header names. Clients also send names of their own there, which are no session's."""
+        header = call.header("X-Session-Id")
+        named = session_of(call.key) or (header if SESSION_ID.fullmatch(header) else "")
         return self._trajectories.book.find(named) if named else None
 
     def stopped(self, session: Session | None) -> None:

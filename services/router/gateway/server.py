@@ -83,7 +83,9 @@ def refusal(error: ApiError, *, close: bool = False) -> web.Response:
 class _Protocol(RequestHandler):
     """aiohttp's, with our errors for what is no HTTP, and a limit on how long the first request may take to begin."""
 
-    begun = False
+    latest: tuple[Any, Any] | None = (
+        None  # of the last request its content, and the writer of its answer; Any: aiohttp's own
+    )
 
     def __init__(self, manager: web.Server, receive_s: float, **options: Any) -> None:
         super().__init__(manager, **options)
@@ -116,13 +118,33 @@ class _Protocol(RequestHandler):
             error = of_status(status, f"not an HTTP request: {message or exc}"[:300])
         return refusal(error, close=True)
 
+    def eof_received(self) -> None:
+        """The client sends no more. Where a request of it is not whole, say so before the connection is closed; where it is, the
+        client counts as gone, since that looks the same and its workers' time is worth more."""
+        if self._messages:  # the last of them has arrived last; nothing of ours has seen it yet
+            partial = not self._messages[-1][1].is_eof()
+        elif self.latest is not None:
+            content, writer = self.latest
+            partial = not content.is_eof() and writer.output_size == 0
+        else:
+            partial = True
+        if partial:
+            self._say("400 Bad Request", of_status(400, "the request ended before it was whole"))
+        super().eof_received()
+
     def _too_slow(self) -> None:
-        if self.begun or self.transport is None:
+        if self.latest is not None:
             return
-        body = msgspec.json.encode(of_status(408, "no request came in time").body)
-        head = f"HTTP/1.1 408 Request Timeout\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
-        self.transport.write(head.encode() + body)
+        self._say("408 Request Timeout", of_status(408, "no request came in time"))
         self.force_close()
+
+    def _say(self, status: str, error: ApiError) -> None:
+        """An answer outside of any handler; the connection is closed after it."""
+        if self.transport is None:
+            return
+        body = msgspec.json.encode(error.body)
+        head = f"HTTP/1.1 {status}\r\nContent-Type: {JSON}\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+        self.transport.write(head.encode() + body)
 
 
 class _Server(web.Server):
@@ -148,7 +170,7 @@ class _Server(web.Server):
     def _request(self, message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
         # Any: aiohttp's own types, which only it makes
         if isinstance(protocol, _Protocol):
-            protocol.begun = True
+            protocol.latest = payload, writer
         return web.BaseRequest(
             message, payload, protocol, writer, task, self._running_loop, client_max_size=self._config.max_body_bytes
         )

@@ -11,7 +11,6 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncGenerator
-from pathlib import Path
 
 import msgspec
 from aiohttp import web
@@ -177,7 +176,7 @@ async def serving(job: JobFile, index: int, replica: TableReplica, ask_router: A
     try:
         await gateway.start()
         collect_less()
-        told = where_file(job, index)
+        told = job.gateway_file(index)
         told.parent.mkdir(parents=True, exist_ok=True)
         told.write_bytes(msgspec.json.encode({"url": gateway.url, "model": config.model, "pid": os.getpid()}))
         try:
@@ -187,8 +186,3 @@ async def serving(job: JobFile, index: int, replica: TableReplica, ask_router: A
             await gateway.stop()
     finally:
         await bus.close()
-
-
-def where_file(job: JobFile, index: int = 0) -> Path:
-    """Where a running gateway says where it listens."""
-    return job.run_dir / f"gateway-{index}.json"

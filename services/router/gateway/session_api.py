@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hmac
 from typing import Any
 
 import msgspec
 from aiohttp import web
 
 from services.router.gateway import api
+from services.router.gateway.config import digest_of
 from services.router.gateway.errors import ApiError
 from services.router.gateway.server import Call, answer
 from services.router.gateway.sessions import Result, Session, session_of
@@ -24,15 +26,22 @@ class SessionApi:
         """POST /v1/sessions"""
         body = api.parse(call.body or b"{}", api.OpenSession)
         session = await self._trajectories.open(train=body.train, wait_s=body.wait_s, task=body.task)
-        return answer({**described(session), "key": self._trajectories.key_of(session)}, 201)
+        told = {**described(session), "key": self._trajectories.key_of(session)}
+        if body.owner_key:
+            told["owner_key"] = self._trajectories.owner_key_of(session)
+        session.idle_ms = None if body.idle_s is None else round(body.idle_s * 1000)
+        return answer(told, 201)
 
     async def show(self, call: Call) -> web.StreamResponse:
-        """GET /v1/sessions/{id}"""
+        """GET /v1/sessions/{id}. With its owner's key it keeps the session from being abandoned."""
         result = self._trajectories.book.result(call.rest)
         if result is not None:
             self._check_owner(call)
             return answer(msgspec.structs.asdict(result))
-        return answer(described(self._find(call)))
+        session = self._find(call)
+        if session.owner and self._owns(call, session):
+            session.touched_ms = self._trajectories.now_ms()
+        return answer(described(session))
 
     async def trajectory(self, call: Call) -> web.StreamResponse:
         """GET /v1/sessions/{id}/trajectory: the tokens of its path so far."""
@@ -57,7 +66,7 @@ class SessionApi:
         self._check_owner(call)
         known = self._trajectories.book.result(call.rest)
         if known is None:
-            known = await self._trajectories.reward(self._find(call), body.reward, body.status)
+            known = await self._trajectories.reward(self._find_owned(call), body.reward, body.status)
         if (known.reward, known.status) != (body.reward, body.status):
             raise _over(known)
         return answer(msgspec.structs.asdict(known))
@@ -67,12 +76,24 @@ class SessionApi:
         self._check_owner(call)
         known = self._trajectories.book.result(call.rest)
         if known is None:
-            known = await self._trajectories.abandon(self._find(call), "given up by its client")
+            known = await self._trajectories.abandon(self._find_owned(call), "given up by its client")
         return answer(msgspec.structs.asdict(known))
 
     def _find(self, call: Call) -> Session:
         self._check_owner(call)
         return self._trajectories.book.find(call.rest)
+
+    def _find_owned(self, call: Call) -> Session:
+        session = self._find(call)
+        if session.owner and not self._owns(call, session):
+            raise ApiError(
+                403, "this session is ended with its owner's key, in X-Session-Owner", code="owner_key_needed"
+            )
+        return session
+
+    @staticmethod
+    def _owns(call: Call, session: Session) -> bool:
+        return hmac.compare_digest(digest_of(call.header("X-Session-Owner")), session.owner)
 
     @staticmethod
     def _check_owner(call: Call) -> None:

@@ -14,6 +14,7 @@ Invariants:
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, Final, cast
@@ -33,6 +34,8 @@ REMEMBERED: Final = 4096
 
 KEY_PREFIX: Final = "pearl-"
 """Of the keys of sessions: "pearl-<session>.<secret>"."""
+SESSION_ID: Final = re.compile(r"gw[0-9a-f]{8}-[0-9]+-[0-9a-f]{8}")
+"""Of every session, of every gateway."""
 NO_PARENT: Final = -1
 
 
@@ -110,6 +113,8 @@ class Session(msgspec.Struct, kw_only=True):
     asked: int = 0
     running: int = 0
     ending: bool = False  # its trajectory is being written
+    owner: bytes = b""  # digest of the key that is needed to end it; empty: none is
+    idle_ms: int | None = None  # of its own, where that is less than the gateway's
     superseded: bool = False  # another process writes this trajectory now
     journal_seq: int = 0  # last sequence on the trajectory's subject
     heads: dict[bytes, int] = {}  # conversation including a reply -> turn
@@ -346,9 +351,12 @@ class SessionBook:
         return tuple(self._open.values())
 
     def idle(self, now_ms: int, idle_ms: int) -> tuple[Session, ...]:
-        """Sessions that nobody has talked to for so long."""
+        """Sessions that nobody has talked to for so long, or for as long as they say."""
         return tuple(
-            session for session in self._open.values() if not session.running and now_ms - session.touched_ms >= idle_ms
+            session
+            for session in self._open.values()
+            if not session.running
+            and now_ms - session.touched_ms >= min(idle_ms, idle_ms if session.idle_ms is None else session.idle_ms)
         )
 
     def close(self, session: Session, result: Result) -> None:

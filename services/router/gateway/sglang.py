@@ -161,7 +161,8 @@ class SGLang:
     def _affinity(call: Call, body: api.GenerateRequest, session: Session | None, rid: str) -> str:
         if session is not None:
             return session.trajectory
-        return affinity_of(body.session_id or call.header("X-SMG-Routing-Key") or rid)
+        named = body.session_id or call.header("X-SMG-Routing-Key") or call.header("X-Session-Id")
+        return affinity_of(named or rid)
 
     async def _one(self, run: _Run, choice: Choice, sampling: Sampling) -> None:
         if run.session is not None and run.asked is not None:

@@ -174,6 +174,12 @@ class Trajectories:
         session.secret = digest_of(key)
         return key
 
+    def owner_key_of(self, session: Session) -> str:
+        """A key that is needed from now on to end the session. Made once; only its digest is kept."""
+        key = secrets.token_urlsafe(24)
+        session.owner = digest_of(key)
+        return key
+
     def now_ms(self) -> int:
         """By the clock that sessions go by."""
         return self._clock()
@@ -368,7 +374,7 @@ class Trajectories:
         """What `keep` does, once."""
         now = self._clock()
         for session in self.book.idle(now, self._config.session_idle_ms):
-            await self.abandon(session, f"nobody talked to its session for {self._config.session_idle_ms / 1000:g} s")
+            await self.abandon(session, f"nobody talked to its session for {(now - session.touched_ms) / 1000:g} s")
         if now - self._progress_ms >= self._config.ack_wait_s * 1000 / PROGRESS_SHARE and self._consumer is not None:
             self._progress_ms = now
             for delivery in list(self._held.values()):
