@@ -89,6 +89,7 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     may_probe: bool = False  # some mode was never measured, and no trial was spent yet
     holding: tuple[int, int, int] | None = None  # (prefill, decode, colocated) of the trial that runs
     probe: bool = False  # what was chosen is a trial of a mode that was never measured
+    left: int = -1  # trajectories of the current batch alone, that the gate counts where batches overlap; -1: not told
 
 
 # toggle_manager -> monitor. Durable (EV). Key: batch.

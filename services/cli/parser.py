@@ -209,6 +209,18 @@ def _simulations(simulate: argparse.ArgumentParser) -> None:
     paper.add_argument("--processes", type=_positive, default=None, help="at a time (default: one a core)")
     _json(paper)
 
+    matrix = simulation(
+        "matrix", "every policy on every segment with both models, several seeds; goes on where it was interrupted"
+    )
+    matrix.add_argument("--out", metavar="DIR", required=True, help="keep each simulated cell and the table there")
+    matrix.add_argument(
+        "--policy", metavar="NAMES", default="", help="comma-separated, `oracle` among them (default: all)"
+    )
+    matrix.add_argument("--seeds", type=_positive, default=5, help="so many seeds, from --seed on (default: 5)")
+    matrix.add_argument("--seed", type=_seed, default=0, help="the first one (default: 0)")
+    matrix.add_argument("--hours", type=_hours, default=2.0, help="of each segment (default: the paper's 2)")
+    _json(matrix)
+
 
 def _prices(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(

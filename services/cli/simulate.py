@@ -11,6 +11,7 @@ RUNNERS = {
     "record": "simulate_record:run",
     "report": "simulate_report:run",
     "paper": "simulate_paper:run",
+    "matrix": "simulate_matrix:run",
     "selection": "simulate_selection:selection",
     "gate": "simulate_selection:gate",
     "table2": "simulate_selection:table2",

@@ -78,6 +78,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     replay_turns=section.replay_turns,
                     fused=int(job.rollout.engine in FUSED_ENGINES),
                     in_flight_percent=_in_flight_percent(job),
+                    ahead=job.pipeline.staleness + 1,
+                    group=job.pipeline.group_size,
                 ),
                 probe_share=section.probe_share,
             )

@@ -18,7 +18,7 @@ from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
 from services.decision_engine.learn import Learned, Predicts
 from services.decision_engine.predict import Evidence, predicted_s
-from services.decision_engine.stakes import PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
+from services.decision_engine.stakes import FLOW_MARGIN, MARGIN, PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 
@@ -118,10 +118,10 @@ class DecisionEngineCore:
         learned = state.learned.on_budget(state.budget, budget, now_ms, self.config.preemptible)
         ended = state.budget is not None and budget.training_batch is not None and state.budget.training_batch is None
         if ended and self.config.planner is not None:
-            overlaps = self.config.planner.limits.in_flight_percent > 0
-            if overlaps and (budget.training_batch or 0) < FILLING:
+            if self._overlaps and (budget.training_batch or 0) < FILLING:
                 learned = msgspec.structs.replace(learned, broken=True)
-            learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms)
+            together = max(1, self.config.planner.limits.ahead) if self._overlaps else 1
+            learned = learned.on_batch_end(self._predictor(state), budget.training_batch or 0, now_ms, together)
         shrinks = state.target is not None and not set(state.target.usable) <= set(slots)
         new = msgspec.structs.replace(
             state, budget=budget, learned=learned, shrunk=shrinks and self.config.planner is not None
@@ -226,6 +226,7 @@ class DecisionEngineCore:
             dedicated_workers=question.dedicated,
             overlap_workers=question.overlap,
             remaining=question.remaining,
+            left=question.left,
             toggle_s=question.toggle_s,
             return_s=question.return_s,
             dedicated=found.dedicated,
@@ -240,7 +241,11 @@ class DecisionEngineCore:
                 sample=question.evidence.sample,
                 observed=question.evidence.observed,
                 measured_on=question.evidence.measured_on,
-                limits={**question.evidence.limits.numbers(), "probe_share": question.probe_share},
+                limits={
+                    **question.evidence.limits.numbers(),
+                    "probe_share": question.probe_share,
+                    "train_s": question.evidence.train_s,
+                },
                 stakes=question.stakes.numbers(),
                 quick=question.evidence.quick,
             )
@@ -259,6 +264,7 @@ class DecisionEngineCore:
         profile = state.profile or self.config.cold_start
         toggle_s, return_s = self._toggle_s(profile, profile.train_step - state.borrowed_step)
         idle = budget.training_batch is None
+        progress = state.progress
         return Question(
             profile=profile,
             policy=self.config.policy,
@@ -266,15 +272,22 @@ class DecisionEngineCore:
             dedicated=len(budget.dedicated),
             overlap=len(budget.overlap) if idle else 0,
             lending=self.config.lending,
-            remaining=profile.B if state.progress is None else state.progress.remaining,
+            remaining=profile.B if progress is None else progress.remaining,
+            left=profile.B if progress is None else progress.size - progress.done,
             toggle_s=toggle_s,
             return_s=return_s,
             evidence=self._evidence(state, profile),
             stakes=self._stakes(state, profile, len(budget.dedicated) + len(budget.overlap)),
-            may_probe=state.learned.may_probe and not self.config.policy.impossible,
+            may_probe=state.learned.may_probe and not self.config.policy.impossible and not self._overlaps,
             probe_share=0.0 if self.config.planner is None else self.config.planner.probe_share,
             holding=state.learned.holding,
         )
+
+    @property
+    def _overlaps(self) -> bool:
+        """Whether batches do: one of them then measures too little (`correct.FLOW_NOISE`) to say which mode is faster (`correct.MODE`),
+        so that a trial would be wasted."""
+        return self.config.planner is not None and self.config.planner.limits.in_flight_percent > 0
 
     def _evidence(self, state: State, profile: WorkloadProfile) -> Evidence | None:
         if self.config.planner is None:
@@ -285,6 +298,7 @@ class DecisionEngineCore:
             limits=self.config.planner.limits,
             measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
+            train_s=state.learned.train_s,
         )
 
     def _predictor(self, state: State) -> Predicts:
@@ -314,6 +328,7 @@ class DecisionEngineCore:
             worker_life_s=learned.workers.mean_s(PRIOR_WORKER_LIFE_S),
             prepare_s=costs.get("prepare", PREPARE_GUESS_S),
             pause_s=costs.get("finalize", 0.0) / 2,
+            margin=FLOW_MARGIN if self._overlaps else MARGIN,
         )
 
     def _toggle_s(self, profile: WorkloadProfile, steps: int) -> tuple[float, float]:

@@ -25,7 +25,7 @@ MODE: Final = 0.02
 RATIO: Final = 0.02
 NOISE: Final = 0.035
 """Of one batch: other trajectories, stragglers, placement."""
-FLOW_NOISE: Final = 0.12
+FLOW_NOISE: Final = 0.15
 """Of the time between the ends of two batches that overlap: which of them its last trajectory delays is luck, too."""
 RATIO_REACH: Final = 0.7
 """Difference of log(P/D) over which ratios stop being alike."""

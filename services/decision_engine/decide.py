@@ -26,7 +26,7 @@ from services.decision_engine.choose import (
 from services.decision_engine.correct import Counts
 from services.decision_engine.makespan import borrowing_pays
 from services.decision_engine.predict import Evidence, Limits
-from services.decision_engine.stakes import Stakes
+from services.decision_engine.stakes import MARGIN, Stakes
 from services.jobfile import parse_policy
 from services.profile import profile_of
 
@@ -41,6 +41,7 @@ class Question(msgspec.Struct, frozen=True, kw_only=True):
     overlap: int  # on training GPUs that are idle
     lending: bool
     remaining: int  # R
+    left: int = -1  # of the current batch alone; -1: R
     toggle_s: float
     return_s: float
     evidence: Evidence | None = None  # None: the closed forms decide
@@ -136,10 +137,11 @@ def _gated(q: Question) -> Answer:
         # The rest of the batch is replayed; activation delays the borrowed workers, so that only the return is a cost.
         delay_s = 0.0 if held else max(0.0, q.toggle_s - q.return_s)
         alone, together = counts_of(dedicated.chosen), counts_of(full.chosen)
+        overlaps = q.evidence.limits.in_flight_percent > 0
+        if overlaps and q.left >= 0:
+            remaining = min(q.left, q.profile.B)
         saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
-        least_s = (
-            0.0 if held else q.stakes.margin * dedicated.chosen.makespan_s
-        )  # two replays differ by so much by chance
+        least_s = 0.0 if held else MARGIN * dedicated.chosen.makespan_s  # two replays differ by so much by chance
         pays = saved > q.return_s + least_s
         cost = f"returning costs {q.return_s:.2f} s" + ("" if held else f", activating {delay_s:.2f} s")
     why = f"{remaining}/{q.profile.B} left: saves {saved:.2f} s, {cost}"
@@ -164,6 +166,7 @@ def question_of(record: DecisionRecord) -> Question:
         overlap=record.overlap_workers,
         lending=record.lending,
         remaining=record.remaining,
+        left=record.left,
         toggle_s=record.toggle_s,
         return_s=record.return_s,
         evidence=_evidence_of(record),
@@ -177,13 +180,14 @@ def question_of(record: DecisionRecord) -> Question:
 def _evidence_of(record: DecisionRecord) -> Evidence | None:
     if record.policy != "planner" or not record.limits:
         return None
-    limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__}
+    limits = {name: int(record.limits[name]) for name in Limits.__struct_fields__ if name in record.limits}
     return Evidence(
         sample=record.sample,
         observed=record.observed,
         measured_on=record.measured_on,
         limits=Limits(**limits),
         quick=record.quick,
+        train_s=record.limits.get("train_s", 0.0),
     )
 
 

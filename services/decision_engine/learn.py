@@ -27,6 +27,8 @@ LEAST_SHARE = 0.6
 """Of a batch, that one configuration must have done for it to count."""
 MOST_ERROR = 5.0
 """A realised makespan this many times away from the predicted one measured something else."""
+SMOOTHING = 0.3
+"""Weight of the newest in moving averages."""
 TRIAL_BATCHES = 2
 """A trial ends with so many batches, measured or not."""
 
@@ -53,6 +55,9 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     probed: bool = False  # the one trial was spent
     holding: Counts | None = None
     trial_batches: int = 0
+    train_s: float = 0.0  # from asking for training's GPUs to the end of a train step, moving average; 0: not known
+    train_since_ms: int = 0
+    batches: int = 0  # that ended since what served is counted, where more than one is measured together
 
     @property
     def may_probe(self) -> bool:
@@ -74,7 +79,17 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             seen_ms=now_ms,
             budgets=self.budgets.waited(waited_s).ended(int(changed)),
             workers=self.workers.waited(waited_s * len(spot)).ended(gone),
-        )
+        )._on_training(before, budget, now_ms)
+
+    def _on_training(self, before: BudgetChanged, budget: BudgetChanged, now_ms: int) -> Learned:
+        new = self
+        if before.training_batch == budget.training_batch:
+            return new
+        if before.training_batch is not None and self.train_since_ms:
+            took_s = max(0, now_ms - self.train_since_ms) / 1000
+            smooth_s = took_s if not self.train_s else self.train_s + SMOOTHING * (took_s - self.train_s)
+            new = msgspec.structs.replace(new, train_s=smooth_s)
+        return msgspec.structs.replace(new, train_since_ms=0 if budget.training_batch is None else now_ms)
 
     def on_serving(self, counts: Counts, now_ms: int) -> Learned:
         """The role table shows who serves."""
@@ -85,29 +100,36 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             return msgspec.structs.replace(self, served=(*self.served[: MOST_SERVED - 1], last), broken=True)
         return msgspec.structs.replace(self, served=(*self.served, Served(counts, now_ms)))
 
-    def on_batch_end(self, predicts: Predicts, batch: int, now_ms: int) -> Learned:
-        """A batch is complete, and training had waited for it."""
+    def on_batch_end(self, predicts: Predicts, batch: int, now_ms: int, together: int = 1) -> Learned:
+        """A batch is complete, and training had waited for it. `together`: so many are measured as one: where batches overlap, chance
+        decides which of those that are open at once ends first."""
+        trial_batches = self.trial_batches + 1 if self.holding is not None else 0
+        if self.ended_ms and self.batches + 1 < together:
+            return msgspec.structs.replace(self, batches=self.batches + 1, trial_batches=trial_batches)._trial_over()
         new = msgspec.structs.replace(
             self,
             served=(Served(self.served[-1].counts, now_ms),) if self.served else (),
             broken=False,
             most=self.measured_on(now_ms),
             ended_ms=now_ms,
-            trial_batches=self.trial_batches + 1 if self.holding is not None else 0,
+            batches=0,
+            trial_batches=trial_batches,
         )
         if self.ended_ms and now_ms > self.ended_ms:
-            took_s = (now_ms - self.ended_ms) / 1000
+            took_s = (now_ms - self.ended_ms) / 1000 / together
             new = msgspec.structs.replace(
-                new, period_s=took_s if not self.period_s else self.period_s + 0.3 * (took_s - self.period_s)
+                new, period_s=took_s if not self.period_s else self.period_s + SMOOTHING * (took_s - self.period_s)
             )
-            found = None if self.broken else self._measured(predicts, batch, now_ms)
+            found = None if self.broken else self._measured(predicts, batch, now_ms, together)
             if found is not None:
                 new = msgspec.structs.replace(new, observed=(*self.observed, found)[-MOST_OBSERVED:])
-        if new.holding is not None and (
-            new.trial_batches >= TRIAL_BATCHES or len({each.prefill > 0 for each in new.observed}) > 1
-        ):
-            new = msgspec.structs.replace(new, holding=None, trial_batches=0)
-        return new
+        return new._trial_over()
+
+    def _trial_over(self) -> Learned:
+        both = len({each.prefill > 0 for each in self.observed}) > 1
+        if self.holding is not None and (self.trial_batches >= TRIAL_BATCHES or both):
+            return msgspec.structs.replace(self, holding=None, trial_batches=0)
+        return self
 
     def measured_on(self, now_ms: int = 0) -> Counts | None:
         """What served longest since the last batch ended; without a time, what served most of the last one."""
@@ -131,7 +153,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
             return self
         return msgspec.structs.replace(self, holding=counts, probed=True, trial_batches=0)
 
-    def _measured(self, predicts: Predicts, batch: int, now_ms: int) -> Observed | None:
+    def _measured(self, predicts: Predicts, batch: int, now_ms: int, together: int) -> Observed | None:
         done: dict[Counts, float] = {}
         longest: dict[Counts, float] = {}
         ends = [*(each.since_ms for each in self.served[1:]), now_ms]
@@ -144,11 +166,11 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
                 return None
             longest[each.counts] = predicted_s
             done[each.counts] = done.get(each.counts, 0.0) + seconds / predicted_s
-        total = sum(done.values())
+        total = sum(done.values()) / together
         if not done or not 1 / MOST_ERROR < total < MOST_ERROR:
             return None
         most = max(done, key=lambda counts: done[counts])
-        if done[most] < LEAST_SHARE * total:
+        if done[most] < LEAST_SHARE * total * together:
             return None
         return Observed(*most, longest[most], longest[most] * total, batch)
 

@@ -17,12 +17,14 @@ from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction, smoothed
 from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
-from services.decision_engine.predict_replay import Grow, Machine, Turns, merged, replay
+from services.decision_engine.predict_replay import Flowed, Grow, Machine, Pipeline, Turns, flow, merged, replay
 
 LEAST_SAMPLE: Final = 4
 """Trajectories below which a sample says too little to replay."""
 SHORTLIST: Final = 3
 """Ratios that are replayed because they rank first, beside colocation and those that must be judged."""
+UNLIKELY: Final = 1.3
+"""Times the best one's ranked makespan beyond which a ratio is not replayed."""
 CLIMB: Final = 2
 """And so many more, neighbours of the best that was replayed."""
 GRID: Final = 24
@@ -31,9 +33,11 @@ MOST_MERGED: Final = 4
 """Turns that one replayed turn may stand for."""
 MOST_DRAWS: Final = 4
 """Batches that one configuration is replayed with at most."""
-FLOW: Final = 4
-"""Batches that are replayed in one flow where each begins as slots of the one before free up."""
-MOST_MERGED_FLOW: Final = 8
+FLOW: Final = 2
+"""Where each batch begins as slots of the one before free up, so many times those that may be open at once are replayed in one flow."""
+MOST_FLOW: Final = 8
+"""And never more batches."""
+MOST_MERGED_FLOW: Final = 12
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 LEAST_MISSED: Final = 0.1
@@ -51,6 +55,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
     fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
     in_flight_percent: int = 0  # of a batch, where the next one begins as slots free up; 0: one batch after the other
+    ahead: int = 2  # batches open at once, as staleness allows
+    group: int = 1  # trajectories that start together
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -65,6 +71,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     limits: Limits = Limits()
     measured_on: Counts | None = None  # the configuration under which `dL` was measured; None: not known
     quick: bool = False  # rank by the queueing network, replay nothing
+    train_s: float = 0.0  # of a train step, where batches overlap; 0: not known
 
     @property
     def usable(self) -> bool:
@@ -92,10 +99,11 @@ class _Key(msgspec.Struct, frozen=True):
     prefill_s: float
     transfer_s: float
     capacity: float
-    workers: int
+    scales: int  # by so much a replay may shrink the cluster: else a model is the same for any number of workers
     computed: float  # prompt tokens a turn
     measured_on: Counts | None
     quick: bool
+    train_s: float
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
@@ -130,10 +138,11 @@ def _key(profile: WorkloadProfile, evidence: Evidence, workers: int) -> _Key:
         prefill_s=profile.t_prefill_s,
         transfer_s=per_token / profile.bandwidth_bytes_per_s,
         capacity=profile.kv_capacity_bytes_per_worker / per_token,
-        workers=workers,
+        scales=max(1, workers // LEAST_SCALED),
         computed=profile.dL,
         measured_on=evidence.measured_on,
         quick=evidence.quick,
+        train_s=evidence.train_s if evidence.limits.in_flight_percent else 0.0,
     )
 
 
@@ -145,14 +154,14 @@ def _model(key: _Key) -> _Model:
     each = key.limits.replay_turns / (SHORTLIST + CLIMB)
     shrink = 1
     if key.batch * mean_turns > each:
-        shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.workers // LEAST_SCALED))
+        shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.scales))
     size = max(1, key.batch // shrink)
-    flows = bool(key.limits.in_flight_percent)
-    played, most_merged = (FLOW * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)
+    flows = _flows(key.limits)
+    played, most_merged = (flows * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)
     parts = min(most_merged, round(played * mean_turns / each)) if played * mean_turns > each else 1
     replayed = tuple(merged(turns, parts) for turns in sample)
     # As many different batches as may be replayed; where the sample makes no other, the same one in another order.
-    most = FLOW if flows else max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
+    most = flows or max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
     draws = tuple(_batch(replayed, size, draw) for draw in range(most))
     machine = Machine(
         fixed_s=key.fixed_s,
@@ -167,6 +176,11 @@ def _model(key: _Key) -> _Model:
     )
     machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
     return _Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+
+
+def _flows(limits: Limits) -> int:
+    """Batches replayed in one flow; 0: one batch after the other."""
+    return min(MOST_FLOW, FLOW * max(1, limits.ahead)) if limits.in_flight_percent else 0
 
 
 def _batch(sample: Sequence[Turns], size: int, draw: int) -> tuple[Turns, ...]:
@@ -209,23 +223,29 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: _Key, shrink: int) ->
 def _replayed_s(key: _Key, prefill: int, decode: int, colocated: int) -> float:
     """Mean makespan over the model's batches; where batches overlap, the time from the end of one to the end of the next."""
     model = _model(key)
-    prefill, decode, colocated = _shrunk(prefill, decode, colocated, model.shrink)
     if key.limits.in_flight_percent:
-        return _period_s(model, key.limits.in_flight_percent, prefill, decode, colocated)
+        return _flow(key, prefill, decode, colocated).period_s
+    prefill, decode, colocated = _shrunk(prefill, decode, colocated, model.shrink)
     # Ratios share their luck among neighbours (`smoothed`); colocation has none: it is replayed in the other order, too.
     draws = [*model.draws, *(draw[::-1] for draw in model.draws if colocated)]
     return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
 
 
-def _period_s(model: _Model, in_flight_percent: int, prefill: int, decode: int, colocated: int) -> float:
-    """Seconds a batch while there is always more to do: ends are counted from when as many have ended as run at once until no
-    more begin. The longest trajectories, which end a batch that is alone, are then company for the next one."""
-    flow = [turns for draw in model.draws for turns in draw]
+@lru_cache(maxsize=512)
+def _flow(key: _Key, prefill: int, decode: int, colocated: int) -> Flowed:
+    """Batch after batch as the pipeline admits them: a batch's longest trajectories are company for the next one, and hold up the one
+    after that."""
+    model = _model(key)
     size = len(model.draws[0])
-    in_flight = max(1, min(size * in_flight_percent // 100, len(flow) * 3 // 8))
-    ends_s = replay(flow, model.machine, prefill, decode, colocated, in_flight=in_flight).ends_s
-    first, last = in_flight, len(flow) - in_flight
-    return size * (ends_s[last - 1] - ends_s[first - 1]) / (last - first)
+    pipeline = Pipeline(
+        size=size,
+        group=math.gcd(size, key.limits.group),
+        in_flight=max(1, size * key.limits.in_flight_percent // 100),
+        ahead=max(1, key.limits.ahead),
+        train_s=key.train_s,
+    )
+    turns = [turns for draw in model.draws for turns in draw]
+    return flow(turns, model.machine, *_shrunk(prefill, decode, colocated, model.shrink), pipeline)
 
 
 def _shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> Counts:
@@ -289,7 +309,8 @@ def candidates(
             *(_candidate(counts, options[counts], "queueing", learned) for counts in (alone, *sorted(split))),
             *_impossible(workers, impossible),
         )
-    shortlist = {alone, *ranked[:SHORTLIST], *(counts for counts in judged if counts in options)}
+    likely = [counts for counts in ranked[:SHORTLIST] if options[counts] <= UNLIKELY * options[ranked[0]]]
+    shortlist = {alone, *likely, *(counts for counts in judged if counts in options)}
     replayed = {counts: _replayed_s(key, *counts) for counts in sorted(shortlist)}
     for _ in range(CLIMB):
         counts = _neighbour(replayed, sorted(split))
@@ -345,16 +366,11 @@ def saved_s(
     """Seconds by which the rest of a batch ends earlier if the workers of `together` beyond `alone` come `delay_s` from now.
 
     The batch is replayed on `alone` until `remaining` of its trajectories are left, and from there with and without them: the last
-    ones are the longest, and gain less from more workers than their share of the batch. Corrected like `alone`'s makespan. Where
-    batches overlap there is always other work, and the rest gains like any other share.
+    ones are the longest, and gain less from more workers than their share of the batch. Corrected like `alone`'s makespan.
     """
-    key = _key(profile, evidence, sum(alone))
     if evidence.limits.in_flight_percent:
-        learned = _learned(evidence)
-        alone_s = _replayed_s(key, *alone) * learned.factor(alone)
-        together_s = _replayed_s(_key(profile, evidence, sum(together)), *together) * learned.factor(together)
-        rest_s = max(0, min(profile.B, remaining)) / profile.B * alone_s
-        return max(0.0, rest_s - delay_s) * (1 - together_s / alone_s) if alone_s > 0 else 0.0
+        return _saved_while_idle_s(profile, alone, together, remaining, delay_s, evidence)
+    key = _key(profile, evidence, sum(alone))
     model = _model(key)
     more = [max(0, b - a) for a, b in zip(alone, together, strict=True)]
     if alone[2] == 0 and together[2]:
@@ -371,6 +387,21 @@ def saved_s(
     return total / len(model.draws) * _learned(evidence).factor(alone)
 
 
+def _saved_while_idle_s(
+    profile: WorkloadProfile, alone: Counts, together: Counts, left: int, delay_s: float, evidence: Evidence
+) -> float:
+    """Where batches overlap there is always other work, so that borrowed workers win their share of all the time until they are needed.
+
+    That time is how long `left` trajectories of a batch lasted in the replay. What they win is by how much a trajectory takes less time.
+    """
+    key = _key(profile, evidence, sum(alone))
+    alone_flow = _flow(key, *alone)
+    together_s = _flow(_key(profile, evidence, sum(together)), *together).stay_s
+    scaled = -(-left * len(_model(key).draws[0]) // profile.B)
+    window_s = alone_flow.left_s(scaled) * _learned(evidence).factor(alone)
+    return max(0.0, window_s - delay_s) * (1 - together_s / alone_flow.stay_s) if alone_flow.stay_s > 0 else 0.0
+
+
 def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) -> Candidate:
     return Candidate(
         *counts, base_s * learned.factor(counts), True, "", method=method, base_s=base_s, spread=learned.spread(counts)
@@ -385,7 +416,9 @@ def best(options: Sequence[Candidate]) -> Candidate | None:
 
 
 def predicted_s(profile: WorkloadProfile, counts: Counts, evidence: Evidence) -> float:
-    """One configuration's uncorrected prediction, replayed with more care than a choice can afford."""
+    """One configuration's uncorrected prediction, replayed with more care than a choice can afford; a flow averages over batches as it is."""
+    if evidence.limits.in_flight_percent:
+        return _replayed_s(_key(profile, evidence, sum(counts)), *counts)
     limits = msgspec.structs.replace(evidence.limits, replay_turns=LEARNING * evidence.limits.replay_turns)
     careful = msgspec.structs.replace(evidence, limits=limits)
     return _replayed_s(_key(profile, careful, sum(counts)), *counts)

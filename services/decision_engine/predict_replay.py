@@ -23,6 +23,8 @@ Turns = Sequence[tuple[int, int, float, int]]
 it stands for: where there are too many to replay, consecutive ones are taken together (`merged`)."""
 
 SLACK = 1e-9
+SHIFTS = 16
+"""Orders in which a batch's trajectories are taken to start, where only how long its last ones last is asked."""
 GOLDEN = 0.6180339887498949
 SILVER = 0.4142135623730951
 
@@ -61,6 +63,64 @@ class Replayed(msgspec.Struct, frozen=True):
     computed: float = 0.0  # prompt tokens that were computed
 
 
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """How batches follow one another: `size` trajectories in groups that start together, at most `in_flight` at once, and none of
+    a batch before all but `ahead - 1` of the earlier ones are trained, in `train_s` seconds each."""
+
+    size: int
+    group: int
+    in_flight: int
+    ahead: int
+    train_s: float
+
+
+class Flowed(msgspec.Struct, frozen=True):
+    """Seconds from the start: when each batch's training began, and when each of its trajectories started and ended."""
+
+    begun_s: tuple[float, ...]
+    starts_s: tuple[tuple[float, ...], ...]
+    ends_s: tuple[tuple[float, ...], ...]
+
+    @property
+    def period_s(self) -> float:
+        """Seconds a batch."""
+        return self.begun_s[-1] / len(self.begun_s) if self.begun_s else 0.0
+
+    @property
+    def stay_s(self) -> float:
+        """Seconds a trajectory: how fast work goes on, whatever a batch waits for."""
+        count = sum(len(batch) for batch in self.ends_s)
+        stays = sum(sum(ends) - sum(starts) for starts, ends in zip(self.starts_s, self.ends_s, strict=True))
+        return stays / count if count else 0.0
+
+    def left_s(self, remaining: int) -> float:
+        """Expected seconds to a batch's end, seen at any moment while so many of its trajectories were left: the longer they were left
+        alone, the more likely is one to see them so. Of a batch of which all are left: the whole.
+
+        A batch's last ones are few, and which trajectory starts last is chance: each batch counts with its trajectories in `SHIFTS`
+        orders of starting.
+        """
+        total, weight = 0.0, 0.0
+        for starts, ends in zip(self.starts_s, self.ends_s, strict=True):
+            stays = [end - start for start, end in zip(starts, ends, strict=True)]
+            size = len(stays)
+            done = size - min(max(1, remaining), size)
+            for shift in range(min(SHIFTS, size)):
+                first = shift * size // min(SHIFTS, size)
+                turned = stays[first:] + stays[:first]
+                made = sorted([start + stay for start, stay in zip(starts, turned, strict=True)])
+                from_s, until_s = made[done - 1] if done else made[0], made[done]
+                total += (until_s - from_s) * (made[-1] - (from_s + until_s) / 2)
+                weight += until_s - from_s
+        return (
+            total / weight
+            if weight > 0
+            else max(
+                (ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)), default=0.0
+            )
+        )
+
+
 class _Worker:
     """`clock`: tokens that each decoding sequence has made here since the start."""
 
@@ -75,6 +135,7 @@ class _Worker:
         "kv",
         "link_s",
         "load",
+        "prefills",
         "prompts",
         "rate",
         "stamp",
@@ -82,7 +143,8 @@ class _Worker:
         "waiting",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, prefills: bool = False) -> None:
+        self.prefills = prefills
         self.at_s = 0.0
         self.clock = 0.0
         self.rate = 0.0  # tokens a second of each sequence
@@ -107,7 +169,7 @@ class _Run:
         self.machine = machine
         self.batch = batch
         self.disaggregated = prefill > 0
-        self.prefillers = [_Worker() for _ in range(prefill)]
+        self.prefillers = [_Worker(True) for _ in range(prefill)]
         self.decoders = [_Worker() for _ in range(decode)]
         count = len(batch)
         self.turn = [0] * count
@@ -142,15 +204,12 @@ class _Run:
         now = 0.0
         while events:
             now, _, kind, value, worker = heapq.heappop(events)
-            if kind == self.WORKER:
-                assert worker is not None
-                if worker.stamp == value:
-                    self.progress(worker, now)
-                    self.settle(worker, now)
-            elif kind == self.TURN:
-                if self.turn[value] < len(batch[value]):
-                    self.request(value, now)
-                    continue
+            if worker is not None and worker.stamp != value:
+                continue  # the worker has been looked at since
+            if kind == self.GROW:
+                if grow is not None:
+                    self.add(grow)
+            elif self.happens(kind, value, worker, now):
                 self.ends_s.append(now)
                 if started < count:
                     self.push(now, self.TURN, started)
@@ -158,18 +217,72 @@ class _Run:
                 if grow is not None and left_s < 0 and count - len(self.ends_s) <= grow.remaining:
                     left_s = now
                     self.push(now + grow.delay_s, self.GROW, 0)
-            elif kind == self.ARRIVAL:
-                home = self.home[value]
-                assert home is not None
-                self.progress(home, now)
-                self.join(home, value)
-                self.settle(home, now)
-            elif grow is not None:
-                self.add(grow)
         return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0), self.computed)
 
+    def happens(self, kind: int, value: int, worker: _Worker | None, now: float) -> bool:
+        """Whether a trajectory ended with it."""
+        if kind == self.WORKER:
+            assert worker is not None
+            self.progress(worker, now)
+            self.settle(worker, now)
+        elif kind == self.TURN:
+            if self.turn[value] >= len(self.batch[value]):
+                return True
+            self.request(value, now)
+        else:
+            home = self.home[value]
+            assert home is not None
+            self.progress(home, now)
+            self.join(home, value)
+            self.settle(home, now)
+        return False
+
+    def flow(self, pipeline: Pipeline) -> Flowed:
+        """Sessions are those of batch after batch."""
+        size, group, events = pipeline.size, pipeline.group, self.events
+        count = len(self.batch) // size
+        starts = [0.0] * (count * size)
+        ends = [0.0] * (count * size)
+        left = [size] * count
+        begun: list[float] = []
+        trained, running, started = 0, 0, 0
+        now, free_s = 0.0, 0.0
+        while True:
+            # At least one batch fits, or none could be completed.
+            while (
+                started < count * size
+                and started // size < trained + pipeline.ahead
+                and running + group <= max(pipeline.in_flight, size)
+            ):
+                for session in range(started, started + group):
+                    starts[session] = now
+                    self.push(now, self.TURN, session)
+                started += group
+                running += group
+            if not events:
+                break
+            now, _, kind, value, worker = heapq.heappop(events)
+            if worker is not None and worker.stamp != value:
+                continue
+            if kind == self.GROW:
+                trained += 1
+            elif self.happens(kind, value, worker, now):
+                running -= 1
+                ends[value] = now
+                left[value // size] -= 1
+                while len(begun) < count and not left[len(begun)]:
+                    begun.append(max(now, free_s))
+                    free_s = begun[-1] + pipeline.train_s
+                    self.push(free_s, self.GROW, 0)
+        batches = range(0, count * size, size)
+        return Flowed(
+            tuple(begun),
+            tuple(tuple(starts[at : at + size]) for at in batches),
+            tuple(tuple(ends[at : at + size]) for at in batches),
+        )
+
     def add(self, grow: Grow) -> None:
-        self.prefillers += [_Worker() for _ in range(grow.prefill)]
+        self.prefillers += [_Worker(True) for _ in range(grow.prefill)]
         self.decoders += [_Worker() for _ in range(grow.decode + grow.colocated)]
 
     # ---- a turn ----
@@ -181,10 +294,12 @@ class _Run:
         if home is not self.home[session]:
             self.home[session] = home
         home.load += 1
-        self.progress(home, now)
+        ended = self.progress(home, now)
         home.waiting.append(session)
         self.admit(home, now)
-        self.settle(home, now)
+        # What it does goes on as it was unless something ended, or a prompt came while none was computed.
+        if ended or (home.prompts and not home.group):
+            self.settle(home, now)
 
     def place(self, workers: list[_Worker], last: _Worker | None, context: float) -> _Worker:
         least = workers[0]
@@ -235,7 +350,7 @@ class _Run:
         self.source[session] = source
         self.begun_s[session] = now
         source.load += 1
-        self.progress(source, now)
+        ended = self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
         parts = 1
@@ -244,7 +359,8 @@ class _Run:
         missing = max(1.0, parts * (self.context[session] - known))
         self.computed += missing
         source.prompts.append((session, missing))
-        self.settle(source, now)
+        if ended or not source.group:
+            self.settle(source, now)
 
     def join(self, home: _Worker, session: int) -> None:
         """Its prompt is computed, with the first token: it decodes the others."""
@@ -254,26 +370,31 @@ class _Run:
 
     # ---- a worker ----
 
-    def progress(self, worker: _Worker, now: float) -> None:
-        """Up to now: tokens that were made, replies and prompts that are complete."""
+    def progress(self, worker: _Worker, now: float) -> bool:
+        """Up to now: tokens that were made, replies and prompts that are complete. Whether any are."""
         ends = worker.ends
         elapsed = now - worker.at_s
-        if elapsed > 0 and ends:
-            tokens = elapsed * worker.rate
-            worker.clock += tokens
-            worker.kv += tokens * len(ends)
-        worker.at_s = now
+        if elapsed > 0:
+            worker.at_s = now
+            if ends:
+                tokens = elapsed * worker.rate
+                worker.clock += tokens
+                worker.kv += tokens * len(ends)
+        ended = False
         while ends and ends[0][0] <= worker.clock + 1e-6:
             _, session = heapq.heappop(ends)
             self.replied(worker, session, now)
+            ended = True
         if worker.group and worker.group_end_s <= now + SLACK:
             group, worker.group = worker.group, []
-            if worker in self.prefillers:
+            ended = True
+            if worker.prefills:
                 for session in group:
                     self.handed_over(worker, session, now)
             else:
                 for session in group:
                     self.join(worker, session)
+        return ended
 
     def replied(self, home: _Worker, session: int, now: float) -> None:
         _, reply, env_s, _ = self.batch[session][self.turn[session]]
@@ -306,31 +427,38 @@ class _Run:
 
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
-        machine = self.machine
-        iteration_s = machine.kv_s * max(worker.kv, 0.0)
-        if worker.ends or machine.fused:
+        machine, ends = self.machine, worker.ends
+        iteration_s = machine.kv_s * worker.kv if worker.kv > 0 else 0.0
+        if ends or machine.fused:
             iteration_s += machine.fixed_s
         if not worker.group and worker.prompts:
             tokens, iterations = 0.0, 1
-            prompts, batch = worker.prompts, self.batch
-            while prompts and (not tokens or tokens + prompts[0][1] <= machine.chunk):
+            prompts, batch, chunk = worker.prompts, self.batch, machine.chunk
+            while prompts and (not tokens or tokens + prompts[0][1] <= chunk):
                 session, more = prompts.popleft()
                 tokens += more
                 worker.group.append(session)
-                iterations = max(iterations, batch[session][self.turn[session]][3])
-            iterations = max(iterations, -int(-tokens // machine.chunk))
+                parts = batch[session][self.turn[session]][3]
+                if parts > iterations:
+                    iterations = parts
+            chunks = -int(-tokens // chunk)
+            if chunks > iterations:
+                iterations = chunks
             took_s = iterations * iteration_s + tokens * machine.prefill_s
             worker.group_end_s = now + took_s
             worker.rate = iterations / took_s if took_s > 0 else 1e12
         elif not worker.group:
             worker.rate = 1 / iteration_s if iteration_s > 0 else 1e12
         due = worker.group_end_s if worker.group else -1.0
-        if worker.ends:
-            first = now + max(0.0, worker.ends[0][0] - worker.clock) / worker.rate
-            due = first if due < 0 else min(due, first)
+        if ends:
+            left = ends[0][0] - worker.clock
+            first = now + left / worker.rate if left > 0 else now
+            if due < 0 or first < due:
+                due = first
         worker.stamp += 1
         if due >= 0:
-            self.push(max(due, now), self.WORKER, worker.stamp, worker)
+            self.ties += 1
+            heapq.heappush(self.events, (due if due > now else now, self.ties, self.WORKER, worker.stamp, worker))
 
 
 def merged(turns: Turns, parts: int) -> Turns:
@@ -360,3 +488,12 @@ def replay(
     assert colocated > 0 or (prefill > 0 and decode > 0), "no worker serves"
     run = _Run(batch, machine, 0 if colocated else prefill, colocated or decode)
     return run.run(in_flight or len(batch), grow)
+
+
+def flow(
+    batches: Sequence[Turns], machine: Machine, prefill: int, decode: int, colocated: int, pipeline: Pipeline
+) -> Flowed:
+    """Play batch after batch, each of `pipeline.size` of these, on these workers; a batch that is not whole is not played."""
+    assert colocated > 0 or (prefill > 0 and decode > 0), "no worker serves"
+    assert pipeline.size % pipeline.group == 0, "a batch is made of whole groups"
+    return _Run(batches, machine, 0 if colocated else prefill, colocated or decode).flow(pipeline)

@@ -19,6 +19,8 @@ KEEP = 0.8
 """Weight of what was seen before, for each further change: markets change."""
 MARGIN = 0.005
 """A change must win this share in any case: predictions of two configurations differ by that much by chance."""
+FLOW_MARGIN = 0.02
+"""The same where batches overlap: two configurations' predictions, from one sample, differ by 1 % (standard deviation) by chance."""
 
 
 class Life(msgspec.Struct, frozen=True):

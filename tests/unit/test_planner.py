@@ -22,7 +22,7 @@ from services.decision_engine.correct import correction, smoothed
 from services.decision_engine.learn import Learned
 from services.decision_engine.predict import Evidence, Limits
 from services.decision_engine.predict_queueing import makespan_s, phases_of
-from services.decision_engine.predict_replay import Grow, Machine, merged, replay
+from services.decision_engine.predict_replay import Flowed, Grow, Machine, Pipeline, flow, merged, replay
 from services.decision_engine.stakes import Life, Stakes
 from services.runtime.core import Effects, Input, Send, Tick
 
@@ -95,6 +95,39 @@ def test_more_workers_while_it_runs() -> None:
     assert helped.makespan_s < 0.9 * alone.makespan_s
     assert late.ends_s == alone.ends_s
     assert helped.left_s == alone.ends_s[7]
+
+
+PIPELINE = Pipeline(size=4, group=2, in_flight=6, ahead=2, train_s=0.0)
+
+
+def test_batches_that_overlap_are_admitted_as_the_pipeline_does() -> None:
+    """At most six trajectories at once, in groups of two, and none of a batch before all but one of the earlier ones are trained."""
+    batches = [((10, 101, 0.0, 1),)] * 12
+    played = flow(batches, MACHINE, 0, 0, 6, PIPELINE)
+    assert [len(batch) for batch in played.ends_s] == [4, 4, 4]
+    starts = played.starts_s
+    assert starts[0] == (0.0,) * 4 and starts[1][:2] == (0.0, 0.0), "six fit at once"
+    assert starts[1][2] >= min(played.ends_s[0]) and starts[1][2] == starts[1][3]
+    assert min(starts[2]) >= max(played.ends_s[0]), "the third waits for the first one's training"
+    trained = flow(batches, MACHINE, 0, 0, 6, msgspec.structs.replace(PIPELINE, train_s=50.0))
+    assert min(trained.starts_s[2]) == pytest.approx(max(trained.ends_s[0]) + 50.0)
+    assert trained.begun_s[1] >= trained.begun_s[0] + 50.0
+    assert trained.period_s == trained.begun_s[-1] / 3
+    assert played.stay_s == pytest.approx(1.0, abs=0.1), "a prompt and a hundred tokens at 10 ms"
+
+
+def test_a_batch_never_waits_for_a_slot_that_its_own_group_needs() -> None:
+    narrow = Pipeline(size=4, group=4, in_flight=1, ahead=1, train_s=1.0)
+    assert len(flow([((10, 5, 0.0, 1),)] * 8, MACHINE, 1, 1, 0, narrow).begun_s) == 2
+
+
+def test_how_long_the_last_ones_stay_is_seen_at_a_random_moment() -> None:
+    """One is left from 10 s to 30 s: seen in between, on average 10 s to the end. With all left a batch has just begun."""
+    alone = Flowed((30.0,), ((0.0, 0.0),), ((10.0, 30.0),))
+    assert alone.left_s(1) == pytest.approx(10.0)
+    assert alone.left_s(2) == pytest.approx(30.0)
+    assert alone.left_s(9) == alone.left_s(2), "no more are left than there are"
+    assert Flowed((5.0,), ((0.0, 0.0),), ((5.0, 5.0),)).left_s(1) == 5.0
 
 
 @settings(max_examples=40, deadline=None)

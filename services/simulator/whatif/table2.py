@@ -30,7 +30,8 @@ REWRITTEN: Final = 0.55
 """Share of turns before which the history is rendered anew, as `prefix_reuse` of the what-if settings (1 - this): with it, colocated
 prefill computes 29 tokens for each generated one, as in the paper's Figure 2(b)."""
 OBSERVED: Final = 3
-DRAWS: Final = 3
+DRAWS: Final = 8
+"""Batches over which configurations are measured: over three, those half a per cent apart change places."""
 
 
 class Point(msgspec.Struct, frozen=True):
