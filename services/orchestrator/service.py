@@ -128,6 +128,7 @@ class Orchestrator:
         self._store = TableStore(tables, self._job)
         self._nodes = frozenset(slot.node for slot in core.config.slots)
         self._dead_heartbeats: list[tuple[Delivery, str]] = []
+        self._held: dict[int, Delivery] = {}  # fetched and not acknowledged, by sequence
         self._listen_s = listen_s
         self._seen_epoch = 0  # the newest epoch known to have been written, by whoever
         self._newest: dict[WorkerId, int] = {}  # incarnations that node agents have spoken of
@@ -180,6 +181,7 @@ class Orchestrator:
                             # Another orchestrator may have written since, or the store has gone back: the table tells.
                             self._log.warning(f"reading the table again: {rewound}", action="orchestrator.behind")
                             pumps.pop().cancel()  # what it fetched is of a stream that is no more
+                            self._held.clear()
                             await consumer.stop()
                             await self._restore()
                             consumer = await self._persist(self._attach, "attach its consumer")
@@ -197,7 +199,15 @@ class Orchestrator:
             for subscription in subscriptions:
                 await subscription.stop()
             if consumer is not None:
-                await consumer.stop()
+                await self._give_back(consumer)
+
+    async def _give_back(self, consumer: Consumer) -> None:
+        """What was fetched and not acknowledged is for whoever is in charge now, at once and not after `ACK_WAIT_S`."""
+        with contextlib.suppress(BusUnavailable):
+            for delivery in self._held.values():
+                await consumer.nak(delivery, 0.0)
+        self._held.clear()
+        await consumer.stop()
 
     # -- restore
 
@@ -413,6 +423,7 @@ class Orchestrator:
         while True:
             batch = await consumer.fetch(BATCH, FETCH_S)
             if batch:
+                self._held.update((delivery.seq, delivery) for delivery in batch)
                 await batches.put(batch)
 
     async def _pump_telemetry(self, subscription: Subscription, kind: type[NodeHeartbeat | TableAhead]) -> None:
@@ -505,6 +516,7 @@ class Orchestrator:
                 await self._dead_letter(delivery, refused[delivery.seq])
             if consumer is not None:
                 await (consumer.term(delivery) if delivery.seq in refused else consumer.ack(delivery))
+                self._held.pop(delivery.seq, None)
 
     async def _step(self, inputs: Sequence[Input]) -> tuple[Sequence[Effect], ...]:
         """Step on a batch; write the table if it changed; publish. Returns each input's effects."""
