@@ -37,6 +37,11 @@ def pearl(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def _heeds_hangups() -> None:
+    """Whoever started the tests with `nohup` made their processes ignore it, and a demo keeps to that."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def demo(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
     """A demo in a process group of its own, as a shell starts it; at the end nothing of it may be left."""
@@ -48,6 +53,7 @@ def demo(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heeds_hangups,
     )
     try:
         yield process
@@ -117,7 +123,7 @@ def test_the_end_of_its_terminal_ends_a_demo(folder: Path) -> None:
     with demo(folder, "--data-dir", str(folder / ODD)) as process:
         assert process.stdout is not None and "starting" in process.stdout.readline()
         process.send_signal(signal.SIGHUP)
-        process.communicate(timeout=180)
+        process.communicate(timeout=60)
         assert process.returncode == 130
 
 
