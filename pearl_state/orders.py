@@ -111,18 +111,18 @@ def kill_at_ms(drain_since_ms: int, drain_ms: int, deadline_ms: int, reserve_ms:
 
 def given_up(
     pending: Mapping[str, Repeat],
-    row: Row,
-    drain_key: str,
+    key: str,
+    killed_by: str,
     now_ms: int,
-    drain_ms: int,
+    patience_ms: int,
     deadline_ms: int,
     reserve_ms: int,
 ) -> bool:
-    """Whether a worker asked to drain is to be killed instead. Once it is being killed it stays so. `pending`: by key."""
-    if kill_key(row.worker, row.incarnation) in pending:
+    """Whether whom the order `key` is for is to be killed instead, by the order `killed_by`. Once begun it stays so. `pending`: by key."""
+    if killed_by in pending:
         return True
-    since = pending[drain_key].first_ms if drain_key in pending else now_ms
-    return now_ms >= kill_at_ms(since, drain_ms, deadline_ms, reserve_ms)
+    since = pending[key].first_ms if key in pending else now_ms
+    return now_ms >= kill_at_ms(since, patience_ms, deadline_ms, reserve_ms)
 
 
 def launch_order(assign: Assign, gpus: Sequence[Gpu]) -> Order:

@@ -36,6 +36,7 @@ from pearl_state.orders import (
     asked_again,
     drain_order,
     given_up,
+    kill_key,
     kill_order,
     launch_order,
     repeat,
@@ -282,7 +283,8 @@ class ClusterRebuilderCore:
     def _drain(self, view: View, row: Row, deadline_ms: int) -> Order:
         order = drain_order(row)
         reserve = self.config.kill_grace_ms + self.config.command_retry_ms
-        if given_up(view.pending, row, order.key, view.now_ms, self.config.drain_ms, deadline_ms, reserve):
+        killed_by = kill_key(row.worker, row.incarnation)
+        if given_up(view.pending, order.key, killed_by, view.now_ms, self.config.drain_ms, deadline_ms, reserve):
             return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), "not drained in time")
         return order
 

@@ -50,7 +50,6 @@ from pearl_state.orders import (
     asked_again,
     drain_order,
     given_up,
-    kill_at_ms,
     kill_key,
     kill_order,
     launch_order,
@@ -447,9 +446,8 @@ class ToggleManagerCore:
         """`order`, or what ends the trainer's process once that has been unanswered for too long."""
         state, trainer = view.state, self.config.trainer
         assert trainer is not None
-        since = next((entry.first_ms for entry in state.pending if entry.key == order.key), view.now_ms)
-        killing = any(entry.key == kill_key(trainer, state.trainer_incarnation) for entry in state.pending)
-        if killing or view.now_ms >= kill_at_ms(since, patience_ms, deadline_ms, self._reserve_ms):
+        killed_by = kill_key(trainer, state.trainer_incarnation)
+        if given_up(view.pending, order.key, killed_by, view.now_ms, patience_ms, deadline_ms, self._reserve_ms):
             return kill_order(trainer, state.trainer_incarnation, self._grace_ms(view, deadline_ms), reason)
         return order
 
@@ -525,8 +523,8 @@ class ToggleManagerCore:
 
     def _bounded(self, view: View, row: Row, order: Order, deadline_ms: int, reason: str) -> Order:
         """`order`, or the kill that replaces it when it stays unanswered too long or a return deadline is near."""
-        drain_ms, reserve_ms = self.config.drain_ms, self._reserve_ms
-        if given_up(view.pending, row, order.key, view.now_ms, drain_ms, deadline_ms, reserve_ms):
+        killed_by, drain_ms = kill_key(row.worker, row.incarnation), self.config.drain_ms
+        if given_up(view.pending, order.key, killed_by, view.now_ms, drain_ms, deadline_ms, self._reserve_ms):
             return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), reason)
         return order
 

@@ -52,6 +52,32 @@ class Served(Cluster):
     def states(self) -> dict[str, Any]:
         return self.gateway.edge._running
 
+    async def drain_to_colocated(self, *left: str) -> None:
+        """Interrupt what these workers run; afterwards they serve in both roles."""
+        await self.move(left, Move.SWITCH)
+        for slot in left:
+            await self.say(Drain(worker=WorkerId(slot), incarnation=Incarnation(1), role_generation=RoleGeneration(2)))
+        await self.facts(WorkerDrained, 2)
+        await self.set_roles(dict.fromkeys(left, Role.COLOCATED), 3)
+        await self.move(left, Move.ADMIT, role=Role.COLOCATED, generation=RoleGeneration(3))
+
+    async def assert_nothing_regenerated(self) -> None:
+        """By the journal and the workers' own logs."""
+        records = [
+            Journalled(d.seq, decode(d.data, RequestInterrupted))
+            async for d in self.eyes.read("pd_JOURNAL", "pearl.pd.journal.*")
+        ]
+        report = check(
+            Expected(batch_trajectories=1, group_size=1, staleness=1),
+            journal=records,
+            attempts=self.logged(),
+            ends=(),
+            batches=(),
+            steps=(),
+        )
+        assert report.interrupted == self.gateway.metrics.interruptions and report.regenerated == 0
+        assert report.ok, report.violations
+
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
@@ -141,32 +167,13 @@ async def test_kills_drains_and_changes_of_role_show_in_nothing(served: Served) 
     await served.move(["n1-w2"], Move.LOSE)
     again = [asyncio.create_task(asks["openai stream"](prompt)) for prompt in PROMPTS]
     await until(lambda: any(3 < len(each.state.tokens) < TOKENS - 10 for each in states.values()))
-    left = ("n1-w1", "n1-w3")  # both drained, and colocated afterwards
-    await served.move(left, Move.SWITCH)
-    for slot in left:
-        await served.say(Drain(worker=WorkerId(slot), incarnation=Incarnation(1), role_generation=RoleGeneration(2)))
-    await served.facts(WorkerDrained, 2)
-    await served.set_roles(dict.fromkeys(left, Role.COLOCATED), 3)
-    await served.move(left, Move.ADMIT, role=Role.COLOCATED, generation=RoleGeneration(3))
+    await served.drain_to_colocated("n1-w1", "n1-w3")
     for index, (name, tasks) in enumerate(running.items()):
         assert await asyncio.gather(*tasks) == undisturbed[index::4], name
     assert await asyncio.gather(*again) == undisturbed
     assert served.gateway.metrics.interruptions > 0
 
-    records = [
-        Journalled(d.seq, decode(d.data, RequestInterrupted))
-        async for d in served.eyes.read("pd_JOURNAL", "pearl.pd.journal.*")
-    ]
-    report = check(
-        Expected(batch_trajectories=1, group_size=1, staleness=1),
-        journal=records,
-        attempts=served.logged(),
-        ends=(),
-        batches=(),
-        steps=(),
-    )
-    assert report.interrupted == served.gateway.metrics.interruptions and report.regenerated == 0
-    assert report.ok, report.violations
+    await served.assert_nothing_regenerated()
 
 
 async def test_clients_understand_refusals_models_and_sessions(served: Served) -> None:

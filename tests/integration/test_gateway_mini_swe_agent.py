@@ -18,14 +18,8 @@ from typing import Any
 import openai
 import pytest
 
-from messages.agent import RequestInterrupted
-from messages.envelope import decode
-from messages.ids import Incarnation, Role, RoleGeneration, WorkerId
-from messages.orchestrator import WorkerDrained
-from messages.rollout_worker import Drain
 from pearl_state.model import Move
 from services import jobfile
-from services.checker.core import Expected, Journalled, check
 from services.harness.bug_fixer import TURNS
 from services.harness.sandbox import Folders, Limits
 from services.harness.tasks import BUILT_IN, Task, grade, load_tasks, prepare
@@ -181,13 +175,7 @@ async def test_mini_swe_agent_notices_nothing(served: Served, tmp_path: Path) ->
     await asyncio.gather(*streams)
     again = [asyncio.create_task(streamed(client, run.asked())) for run in calm]
     await until(lambda: midway("n1-w3"))
-    left = ("n1-w1", "n1-w3")  # both drained, and colocated afterwards
-    await served.move(left, Move.SWITCH)
-    for slot in left:
-        await served.say(Drain(worker=WorkerId(slot), incarnation=Incarnation(1), role_generation=RoleGeneration(2)))
-    await served.facts(WorkerDrained, 2)
-    await served.set_roles(dict.fromkeys(left, Role.COLOCATED), 3)
-    await served.move(left, Move.ADMIT, role=Role.COLOCATED, generation=RoleGeneration(3))
+    await served.drain_to_colocated("n1-w1", "n1-w3")
 
     for all_of_them in (streams, again):
         assert await asyncio.gather(*all_of_them) == [said[1] for said in undisturbed]
@@ -196,17 +184,4 @@ async def test_mini_swe_agent_notices_nothing(served: Served, tmp_path: Path) ->
     assert [await run.solved() for run in runs] == [True] * len(tasks)
     assert served.gateway.metrics.interruptions > 1
 
-    records = [
-        Journalled(d.seq, decode(d.data, RequestInterrupted))
-        async for d in served.eyes.read("pd_JOURNAL", "pearl.pd.journal.*")
-    ]
-    report = check(
-        Expected(batch_trajectories=1, group_size=1, staleness=1),
-        journal=records,
-        attempts=served.logged(),
-        ends=(),
-        batches=(),
-        steps=(),
-    )
-    assert report.interrupted == served.gateway.metrics.interruptions and report.regenerated == 0
-    assert report.ok, report.violations
+    await served.assert_nothing_regenerated()
