@@ -54,6 +54,11 @@ def settings(python: str) -> SglangSection:
     )
 
 
+def with_weights(section: SglangSection, way: str) -> SglangSection:
+    """Weights come to these servers that way."""
+    return msgspec.structs.replace(section, weights=way)
+
+
 def as_toml(section: SglangSection) -> str:
     """The keys of [rollout.sglang] in a job file."""
     default = msgspec.to_builtins(SglangSection())

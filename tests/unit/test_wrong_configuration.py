@@ -166,6 +166,13 @@ MORE = [
     ('[rollout]\nengine = "emulated"\n', NODES, ("training.engine", "set rollout.engine")),
     ("[agent]\nsilence_ms = 100\n", NODES, ("agent.silence_ms = 100", "2000")),
     ('[decision]\npolicy = "guess"\n', NODES, ("decision.policy", '"planner"')),
+    ('[rollout.sglang]\nweights = "nccl"\n', NODES, ("rollout.sglang.weights", "'distributed'")),
+    (
+        '[rollout.sglang]\nweights = "tensor"\n[rollout.sglang.adopt]\nr-w0 = "http://10.0.0.7:30000"\n',
+        NODES,
+        ("r-w0 at http://10.0.0.7:30000", 'use "distributed"'),
+    ),
+    ('[rollout.sglang.adopt]\nr-w0 = "http://[::1"\n', NODES, ("rollout.sglang.adopt: r-w0", "not a URL")),
     ('[decision]\npolicy = "static-pd:1:1"\n', NODES, ("decision.policy", "disaggregation = true")),
     ('[decision]\nprofile = "/nowhere.json"\n', NODES, ("/nowhere.json", "cannot be read")),
     ('[feed]\ntrace = "bamboo-segment9"\n', NODES, ("bamboo-segment9", "bamboo-segment1")),

@@ -1,7 +1,7 @@
 """The engine `sglang`: an SGLang server behind the worker's engine interface (DESIGN 9).
 
-Owns one server and the replies that stream from it. Token ids go in and come out: the server makes no text. Weights come from disk
-snapshots; `weight_version` is the policy version. What SGLang leaves to its user is done here:
+Owns one server and the replies that stream from it. Token ids go in and come out: the server makes no text. Weights come from
+snapshots, read by the server or pushed (`push`); `weight_version` is the policy version. What SGLang leaves to its user is done here:
 
 - the prefix cache of old weights serves no new request (each version has its own cache key);
 - memory is released only after a verified drain (released while busy, the whole server exits);
@@ -42,6 +42,7 @@ from services.rollout_worker.engines.sglang.api import (
     ServerGoneError,
     VersionSpan,
 )
+from services.rollout_worker.engines.sglang.push import PushError, push
 from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Room, Rooms, join
 from services.rollout_worker.engines.sglang.server import MODES, Server
 from services.rollout_worker.engines.sglang.weights import (
@@ -123,6 +124,7 @@ class SglangEngine:
         self._held: Held | None = None  # what it was last seen to have; None: of an adopted one, at first
         self._verifies = rollout.sglang.verify_weights
         self._dtype = ""
+        self._ranks = rollout.gpus_per_worker
         self._released = False
         self._paused = ""  # the mode
         self._context_limit = 0  # tokens of context and reply together
@@ -176,7 +178,7 @@ class SglangEngine:
     async def _look(self) -> None:
         """Learn what the server is; an adopted one may be anything. Raises EngineError."""
         try:
-            missing, consequences = await self._api.surface()
+            missing, consequences = await self._api.surface(self._rollout.sglang.weights)
             info = await self._api.get("/server_info")
             described = await self._api.get("/model_info")
         except (ApiError, ServerGoneError) as error:
@@ -190,6 +192,8 @@ class SglangEngine:
         if any(each.startswith(CHECKER) for each in consequences):
             self._verifies = False
         self._dtype = str(info.get("dtype", ""))
+        size = info.get("tp_size")
+        self._ranks = size if isinstance(size, int) else self._rollout.gpus_per_worker
         self._held, self._fresh = None, not self._server.adopted
         limits = (info.get("max_total_num_tokens"), info.get("context_length"))
         known = [limit for limit in limits if isinstance(limit, int) and limit > 0]
@@ -244,14 +248,17 @@ class SglangEngine:
             self._held = await self._holds(self._model)
         self._fresh = False
         try:
-            await self._api.post(
-                "/update_weights_from_disk",
-                within_s=LOAD_S,
-                model_path=directory,
-                weight_version=str(version),
-                flush_cache=False,  # which fails an update that was made, where any request is under way
-                keep_pause=bool(self._paused),
-            )
+            if self._rollout.sglang.weights == "disk":
+                await self._api.post(
+                    "/update_weights_from_disk",
+                    within_s=LOAD_S,
+                    model_path=directory,
+                    weight_version=str(version),
+                    flush_cache=False,  # which fails an update that was made, where any request is under way
+                    keep_pause=bool(self._paused),
+                )
+            else:
+                await self._push(directory, version)
         except (ApiError, ServerGoneError) as error:
             raise EngineError(f"version {version} from {directory}: {error}") from error
         if self._paused == "retract" or not self._replies:
@@ -263,6 +270,28 @@ class SglangEngine:
             if reply.in_transfer:
                 self._end_soon(reply, f"weights of version {version} came")
 
+    async def _push(self, directory: str, version: PolicyVersion) -> None:
+        """Several calls, between which nothing may be generated: weights are of two versions then."""
+        if not self._paused:
+            await self._api.post("/pause_generation", mode="in_place")
+        try:
+            way, address = self._rollout.sglang.weights, self._server.address
+            await push(self._api, way, directory, version, ranks=self._ranks, address=address)
+        except PushError as error:
+            if error.mixed:
+                self._distrust(f"weights of version {version} have come in part")
+                self._held = None
+            raise EngineError(f"version {version} from {directory}: {error}") from error
+        finally:
+            if not self._paused:
+                await self._api.post("/continue_generation")
+
+    def _distrust(self, reason: str) -> None:
+        """Nothing more is served with what the server holds, until an update has come."""
+        self._version, self._snapshot = NO_WEIGHTS, ""
+        for reply in self._replies.values():
+            reply.events.put_nowait(_Stop("interrupted", reason))
+
     async def _verify(self, directory: str, version: PolicyVersion) -> None:
         """The server holds what is in that folder. Raises EngineError; then nothing more is served, or ended, with what it holds."""
         held = await self._holds(directory)
@@ -270,9 +299,7 @@ class SglangEngine:
         if not problem:
             self._held = held or self._held
             return
-        self._version, self._snapshot = NO_WEIGHTS, ""
-        for reply in self._replies.values():
-            reply.events.put_nowait(_Stop("interrupted", f"weights of version {version} are not as they should be"))
+        self._distrust(f"weights of version {version} are not as they should be")
         raise EngineError(f"version {version} from {directory}: the server says it is loaded, but {problem}")
 
     async def _holds(self, directory: str) -> Held | None:
