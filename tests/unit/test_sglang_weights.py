@@ -208,7 +208,7 @@ async def test_an_update_that_fails_in_the_middle_leaves_nothing_that_is_served(
         await engine.start()
         await first.start()
         await first.load_snapshot(folders[0], PolicyVersion(0))
-        engine._version = PolicyVersion(0)
+        engine._now.version = PolicyVersion(0)
         stream = engine.generate(spec(max_new_tokens=60))
         chunks = [await first_chunk(stream)]
         server.fails = call
