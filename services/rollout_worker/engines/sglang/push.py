@@ -195,6 +195,7 @@ class _Group:
         made = c10d._new_process_group_helper(
             size, rank, [], c10d.Backend(BACKEND), named, group_name=self._name, timeout=patience
         )
+        c10d._world.pg_group_ranks[made[0]] = {each: each for each in range(size)}  # which its destruction looks for
         return made[0]
 
     async def send(self, tensors: list[tuple[str, Tensor]], options: dict[str, Any]) -> None:
