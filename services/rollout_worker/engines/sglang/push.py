@@ -167,6 +167,7 @@ class _Group:
         self._address = address
         self._name = f"pearl-{secrets.token_hex(4)}"
         self._group: Any = None
+        self._met = False
 
     async def open(self) -> None:
         port = free_port(self._address)
@@ -182,6 +183,7 @@ class _Group:
             backend=BACKEND,
         )
         self._group, _ = await asyncio.gather(asyncio.to_thread(self._join, port), asked)
+        self._met = True
 
     def _join(self, port: int) -> Any:
         """As SGLang makes its side, by torch's own parts of a group beside others. Raises RuntimeError."""
@@ -208,18 +210,27 @@ class _Group:
             group_name=self._name,
             **options,
         )
-        await asyncio.gather(asked, asyncio.to_thread(self._broadcast, [tensor for _, tensor in tensors]))
+        broadcast = asyncio.to_thread(self._broadcast, [tensor for _, tensor in tensors])
+        both = [asyncio.create_task(each) for each in (asked, broadcast)]
+        await asyncio.wait(both, return_when=asyncio.FIRST_EXCEPTION)
+        if both[1].done() and both[1].exception() is not None:
+            self._leave()  # else the server would wait for the rest
+        await asyncio.wait(both)  # a thread in a broadcast is not left alone with its group; see JOIN_S
+        await asyncio.gather(*both)
 
     def _broadcast(self, tensors: list[Tensor]) -> None:
         for work in [self._group.broadcast(tensor, 0) for tensor in tensors]:
             work.wait()
 
-    async def close(self) -> None:
-        group, self._group = self._group, None
-        if group is None:
-            return
-        with suppress(ApiError, ServerGoneError):
-            await self._api.post("/destroy_weights_update_group", group_name=self._name)
+    def _leave(self) -> None:
         from torch.distributed import destroy_process_group
 
-        destroy_process_group(group)
+        group, self._group = self._group, None
+        if group is not None:
+            destroy_process_group(group)
+
+    async def close(self) -> None:
+        self._leave()
+        if self._met:
+            with suppress(ApiError, ServerGoneError):
+                await self._api.post("/destroy_weights_update_group", group_name=self._name)
