@@ -17,6 +17,7 @@ import psutil
 
 from services import jobfile
 from services.cli import demo_jobs
+from services.cli.doctor_sglang import look_at_sglang
 from services.cli.preflight import preflight
 from services.cli.progress import progress
 from services.cli.runs import RUN_FILE
@@ -26,12 +27,15 @@ from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.nats_server.process import ServerError
+from services.rollout_worker.engines.sglang import cpu
 from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
 from services.supervisor.service import Started, Supervisor, on_interrupt
 
 LIMIT_S = 285.0
 """A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
+SERVERS_LIMIT_S = 585.0
+"""And one with SGLang servers, which take half a minute and more to start, three times."""
 KEEP_RUNS = 5
 """Older demo runs below the data directory are deleted."""
 
@@ -46,6 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with progress("looking at what the demo needs"):
             preflight(job, path)
+            for finding in look_at_sglang(job):
+                raise ConfigError(f"{finding.where}: {finding.what}; {finding.do}")
     except ConfigError:
         shutil.rmtree(path.parent, ignore_errors=True)  # else `pearl status` would take it for the newest run
         raise
@@ -86,6 +92,7 @@ def new_run(
     workers: int | None = None,
 ) -> Path:
     """The job file of a fresh run below `data_dir`: the demo's, with these keys' values (as TOML) changed. Raises ConfigError."""
+    python = cpu.find_python() if engine == "sglang" else ""
     data_dir = data_dir.resolve()
     name = time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid())
     run_dir = data_dir / name
@@ -106,10 +113,12 @@ def new_run(
     )
     text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
     text = demo_jobs.changed(text, changes)
-    if engine == "emulated":
-        text = demo_jobs.with_profile(text, run_dir)
     path = run_dir / RUN_FILE
     try:
+        if engine == "emulated":
+            text = demo_jobs.with_profile(text, run_dir)
+        elif engine == "sglang":
+            text = demo_jobs.with_servers(text, run_dir, python)
         path.write_text(text, encoding="utf-8")
     except (OSError, UnicodeError) as error:
         raise ConfigError(f"{path}: the job file cannot be written ({error}); choose another --data-dir") from error
@@ -132,6 +141,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
 
     on_interrupt(loop, interrupt)
     begun = time.monotonic()
+    limit_s = SERVERS_LIMIT_S if job.rollout.engine == "sglang" else LIMIT_S
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
     bus: Bus | None = None
@@ -157,7 +167,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             running = supervisor.processes()
             seen_processes.update((each.name, each.pid) for each in running)
             cpu_s.update(_processor_seconds(running))
-            over_time = time.monotonic() - begun > LIMIT_S
+            over_time = time.monotonic() - begun > limit_s
             if len(collector.board.steps) >= job.pipeline.train_steps or over_time:
                 stop.set()
             with contextlib.suppress(TimeoutError):
