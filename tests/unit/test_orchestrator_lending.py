@@ -8,7 +8,7 @@ import pytest
 from messages.decision_engine import Leave
 from messages.executors import Assign
 from messages.ids import Activity, Epoch, Residency, RoleGeneration, Stage, WorkerId
-from messages.orchestrator import PlanProgress, WorkerReleased
+from messages.orchestrator import PlanProgress, WorkerLost, WorkerReleased
 from messages.toggle_manager import TrainerReleased
 from services.jobfile import DecisionSection
 from tests.unit.fake_cluster import FakeCluster, job_of
@@ -191,3 +191,64 @@ def test_leaves_name_slots_of_the_table():
     before = cluster.table
     cluster.feed(target)
     assert cluster.table is before and "no slot t9-w0" in cluster.refusals[-1]
+
+
+def test_weights_of_an_earlier_borrow_prepare_nobody():
+    """Delivered again before the trainer has let go: the process is the same, its memory was given back since."""
+    cluster = lending()
+    cluster.target(usable=[*R, *T], colocated=4)
+    assert residencies(cluster) == [Residency.RELEASING] * 2
+    cluster.feed(cluster.facts_of(T[0])[1])
+    assert cluster.row(T[0]).stage is Stage.LAUNCHING
+    let_go(cluster)
+    cluster.feed(cluster.facts_of(T[0])[1])
+    assert cluster.row(T[0]).stage is Stage.PREPARED
+
+
+def test_a_trainer_that_is_gone_holds_nothing_and_one_that_is_silent_may():
+    cluster = lending()
+    cluster.target(usable=[*R, *T], colocated=4)
+    row = cluster.row("t0-t0")
+    cluster.feed(WorkerLost(worker=row.worker, incarnation=row.incarnation, reason="silent"))
+    assert residencies(cluster) == [Residency.RELEASING] * 2
+    cluster.feed(cluster.gone("t0-t0"))
+    assert residencies(cluster) == [Residency.ACTIVATING] * 2
+
+
+def test_a_silent_overlap_worker_is_asked_to_let_go_under_a_generation_that_it_was_never_told():
+    cluster = lending()
+    announced = {assign.worker: assign.role_generation for assign in cut(cluster)}
+    row = cluster.row(T[0])
+    cluster.feed(WorkerLost(worker=row.worker, incarnation=row.incarnation, reason="silent"))
+    assert cluster.row(T[0]).role_generation > announced[row.worker]
+    assert residencies(cluster)[0] is Residency.DRAINING, "it may live, and hold memory"
+
+
+def test_a_borrow_cut_short_by_training_ends_its_pause_and_the_rest_goes_on():
+    cluster = lending()
+    cluster.target(usable=[*R, *T], prefill=1, decode=3)
+    let_go(cluster)
+    for worker in T:
+        cluster.feed(cluster.facts_of(worker)[1])
+    cluster.feed(toggle_reports(cluster, "prepared"), cluster.report("prepared"))
+    plan = cluster.table.plan
+    assert plan is not None and plan.stage == "applying" and plan.add and plan.reassign
+    assert cluster.table.admission_paused == plan.plan_id
+    cluster.target(usable=R, prefill=1, decode=1, training_batch=0)
+    rest = cluster.table.plan
+    assert rest is not None and (rest.plan_id, rest.add, rest.reassign) == (plan.plan_id, (), plan.reassign)
+    assert cluster.table.admission_paused is None, "nobody is admitted by it any more"
+
+
+def test_a_role_changer_that_training_calls_back_drains_above_what_it_was_told():
+    cluster = lending()
+    lend(cluster)
+    cluster.target(usable=[*R, *T], prefill=3, decode=1)
+    plan = cluster.table.plan
+    assert plan is not None and plan.stage == "applying"
+    announced = {assign.worker: assign.role_generation for assign in plan.reassign if assign.worker in T}
+    assert announced
+    ask_back(cluster)
+    for worker, generation in announced.items():
+        assert cluster.row(worker).stage is Stage.DRAINING
+        assert cluster.row(worker).role_generation > generation, "it may serve under that already"
