@@ -114,6 +114,15 @@ def test_leaving_is_still_told_for_a_while_and_then_forgotten() -> None:
     assert soon[0].leaving == (Leave("p1-w0", 0), lent) and len(late[0].leaving) == 1
 
 
+def test_how_long_a_leave_without_notice_is_told_counts_from_when_it_was_heard() -> None:
+    """It has no deadline to count from: times are Unix times, far above zero."""
+    start = 10**12
+    state, _, _ = run((start, Tick()), (start, available("p1", 0, 1)), (start + 200, Tick()))
+    state, _, _ = run((start + 1000, reclaimed("p1", 0, 1)), state=state)
+    _, soon, _ = run((start + 30_000, TrainingBegin(batch=0)), state=state)
+    assert soon[0].leaving[0] == Leave("p1-w0", 0)
+
+
 def test_a_second_reclaim_may_only_bring_the_deadline_forward() -> None:
     state, _, _ = run(
         (0, Tick()), (0, available("p1", 0, 1)), (200, Tick()), (1000, reclaimed("p1", 0, 1, notice_ms=5000))
