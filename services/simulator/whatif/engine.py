@@ -79,7 +79,8 @@ class Work:
 class FastEngine:
     """See the module. Call `advance(t)` before anything that is asked at `t`; times must not run backwards.
 
-    `ended`, `reserved` and `dropped` collect what happened, for the caller to take; `next_s` is when it should look again.
+    `ended`, `reserved` and `dropped` collect what happened, for the caller to take; `next_s` is when it should look again. Those in
+    `dropped` lost the room that the caller was told of; those in `reserved` have room now, be it again: take `dropped` first.
     """
 
     def __init__(self, costs: Costs, *, max_running: int, chunk_tokens: int, kv_tokens: int) -> None:
@@ -515,7 +516,9 @@ class FastEngine:
         self._give_back(work, 0, grown=grown)
         work.computed = 0
         self._waiting.appendleft(work)
-        if work.remote:
+        if work.remote and work in self.reserved:
+            self.reserved.remove(work)  # nobody has heard of that room
+        elif work.remote:
             self.dropped.append(work)
         self._changed = True
         self.sums.retracted += 1
