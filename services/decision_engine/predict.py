@@ -16,8 +16,9 @@ import msgspec
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction, smoothed
+from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, Turns, merged
 from services.decision_engine.predict_queueing import Phase, makespan_s, phases_of
-from services.decision_engine.predict_replay import Flowed, Grow, Machine, Pipeline, Turns, flow, merged, replay
+from services.decision_engine.predict_replay import flow, replay
 
 LEAST_SAMPLE: Final = 4
 """Trajectories below which a sample says too little to replay."""
