@@ -298,7 +298,7 @@ class DecisionEngineCore:
             limits=self.config.planner.limits,
             measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
-            train_s=state.learned.train_s,
+            train_s=_rounded(state.learned.train_s),
         )
 
     def _predictor(self, state: State) -> Predicts:
@@ -342,6 +342,11 @@ class DecisionEngineCore:
         return_s = profile.costs.get("deactivate", guess_s * RETURN_SHARE)
         trust = max(LEAST_TRUST, TRUST_A_STEP ** max(0, steps - TRUSTED_STEPS))
         return trust * (activate_s + return_s), trust * return_s
+
+
+def _rounded(seconds: float) -> float:
+    """To two digits: a mean that moves by less changes no decision, but all replays would have to be made again for it."""
+    return float(f"{seconds:.2g}")
 
 
 def _wrong_costs(profile: WorkloadProfile) -> str:

@@ -63,6 +63,7 @@ class RouterCore:
         self._seats: dict[str, Seat] = {}
         self._decoders: list[Seat] = []  # colocated and decode workers, which a request can run on
         self._prefillers: list[Seat] = []
+        self._versions: frozenset[int] = frozenset()  # of the prefill workers
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # -> decode or colocated, prefill worker
         self._paused_by = ""
         self._paused_since_ms = 0
@@ -82,6 +83,7 @@ class RouterCore:
         seats = self._seats.values()
         self._decoders = [seat for seat in seats if seat.row.role in (Role.COLOCATED, Role.DECODE)]
         self._prefillers = [seat for seat in seats if seat.row.role is Role.PREFILL]
+        self._versions = frozenset(seat.row.version for seat in self._prefillers)
         paused_by = table.admission_paused or ""
         if paused_by != self._paused_by:
             self._paused_by, self._paused_since_ms = paused_by, now_ms
@@ -142,7 +144,7 @@ class RouterCore:
     def _able(self, request: AssignRequest, affine: Seat | None) -> list[Seat]:
         """Workers that may run the request: at its version, decode workers only with a prefill worker of theirs."""
         oldest, newest = request.min_version, request.max_version
-        versions = frozenset(seat.row.version for seat in self._prefillers)
+        versions = self._versions
         able = [
             seat
             for seat in self._decoders
@@ -162,7 +164,8 @@ class RouterCore:
         same = [seat for seat in self._prefillers if seat.row.version == version]
         able = [seat for seat in same if seat.row.worker not in request.avoid] or same
         affine = self._seats.get(self._sessions.get(request.trajectory, ("", ""))[1])
-        free = [seat for seat in able if seat.load < self.config.most_in_flight]
+        most = self.config.most_in_flight
+        free = [seat for seat in able if seat.load < most]
         return self._choose(free, affine, request.context_tokens) if free else None
 
     def _place(self, request: AssignRequest, seat: Seat, prefiller: Seat | None) -> Assignment:

@@ -227,10 +227,10 @@ class FastEngine:
                 self._finish_mixed()
                 continue
             most = 1 if self._changed else self._most
-            count = self._fitting(room_s)
-            if count >= most:
+            if self._decodes_s(most) <= room_s:
                 self._finish_decodes(most)
                 continue
+            count = min(self._fitting(room_s), most - 1)
             if count:
                 self._finish_decodes(count)
             break
@@ -256,7 +256,7 @@ class FastEngine:
             return False
         self._changed = False
         waiting, running = self._waiting, self._running
-        known: list[Work] = []
+        known: list[Work] | None = None
         while waiting and len(running) < self.max_running and self._admit(waiting[0]):
             work = waiting.popleft()
             running[work] = None
@@ -268,7 +268,7 @@ class FastEngine:
                 self._prefilling.append(work)
             else:
                 self._decode(work)
-                known.append(work)
+                known = [work] if known is None else [*known, work]
         while self._decoding > self.capacity - self._held - self._locked:
             self._retract(next(reversed(running)))
         chunks: list[tuple[Work, int]] = []
@@ -298,7 +298,7 @@ class FastEngine:
             self._iteration_s = seconds + costs.pair_s * pairs
         else:
             self._plan_run()
-        for work in known:
+        for work in known or ():
             if work.first_s == NEVER:
                 work.first_s = self._at_s + self._iteration_s
         self._chunks = chunks
