@@ -17,7 +17,8 @@ from services.decision_engine.correct import Counts
 from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
 from services.decision_engine.learn import Learned, Predicts
-from services.decision_engine.predict import Evidence, predicted_s
+from services.decision_engine.predict import predicted_s
+from services.decision_engine.predict_evidence import Evidence
 from services.decision_engine.stakes import FLOW_MARGIN, MARGIN, PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
