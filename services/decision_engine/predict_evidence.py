@@ -119,6 +119,7 @@ def decode_context(batch: Sequence[Turns]) -> float:
 
 
 def key_of(profile: WorkloadProfile, evidence: Evidence, workers: int) -> Key:
+    """What the model for so many workers follows from."""
     per_token = max(profile.kv_bytes_per_token, 1e-9)
     return Key(
         sample=evidence.sample,
@@ -211,6 +212,7 @@ def _missed(batch: Sequence[Turns], machine: Machine, key: Key, shrink: int) -> 
 
 
 def shrunk(prefill: int, decode: int, colocated: int, shrink: int) -> Counts:
+    """The counts of a replay that has so many times fewer workers."""
     if shrink == 1:
         return prefill, decode, colocated
     if colocated:
