@@ -43,7 +43,7 @@ smollm2: setup
 	$(BIN)/python -m pip install --quiet gguf==0.19.0 "tokenizers>=0.22"
 	$(BIN)/python -m services.models.smollm2 .pearl/models/smollm2-135m
 
-# Engine contract and whole jobs on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
+# Engine contract, whole jobs and the demo on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
 sglang-test: setup
 	tests/sglang/run.sh all $(BIN)/python
 

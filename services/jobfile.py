@@ -13,6 +13,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
+from urllib.parse import urlsplit
 
 import msgspec
 from msgspec import Meta
@@ -40,6 +41,8 @@ MOST_PORT: Final = 2**16 - 1
 ROUTES_ABOVE: Final = 2000
 """Servers of a cluster listen for one another at this much above the port for clients (4222 and 6222 by custom)."""
 
+WEIGHT_WAYS: Final = ("disk", "tensor", "distributed")
+"""Values of `rollout.sglang.weights`."""
 FUSED_ENGINES: Final = frozenset({"emulated", "sglang"})
 """Engines whose iteration computes prompts and decodes in one pass; "torch" makes a pass for each."""
 
@@ -111,6 +114,7 @@ class SglangSection(_Section, frozen=True, kw_only=True):
     role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
     decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
     memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    weights: str = "disk"  # how a version comes to a server: "disk" (it reads the snapshot), "tensor" (shared memory), "distributed" (broadcast)
     verify_weights: bool = True  # after an update, compare the server's checksums with what changed in the snapshot
     adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
 
@@ -395,6 +399,23 @@ def _harness_problems(job: JobFile) -> Iterator[str]:
         yield f"harness.action_s = {harness.action_s:g} must be below harness.episode_s = {harness.episode_s:g}"
 
 
+def _sglang_problems(job: JobFile) -> Iterator[str]:
+    sglang = job.rollout.sglang
+    if sglang.weights not in WEIGHT_WAYS:
+        yield f"rollout.sglang.weights = {sglang.weights!r}: use {', '.join(map(repr, WEIGHT_WAYS))}"
+    for worker, url in sorted(sglang.adopt.items()):
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError as error:
+            yield f"rollout.sglang.adopt: {worker} = {url!r} is not a URL ({error})"
+            continue
+        if sglang.weights == "tensor" and not (is_loopback(host) or host in {node.address for node in job.nodes}):
+            yield (
+                f'rollout.sglang.weights = "tensor": the server of {worker} at {url} does not share memory with its worker, which '
+                'is on a node of this job; use "distributed"'
+            )
+
+
 def parse_policy(text: str) -> tuple[int, int] | None:
     """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner" and "paper". Raises ValueError."""
     if text in ("planner", "paper", "colocated"):
@@ -527,6 +548,7 @@ def _problems(job: JobFile) -> Iterator[str]:
     yield from _problems_of_cluster(job.nats)
     yield from _gateway_problems(job)
     yield from _harness_problems(job)
+    yield from _sglang_problems(job)
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:
