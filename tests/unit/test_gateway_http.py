@@ -89,6 +89,7 @@ async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
         report = await world.report()
         assert report.regenerated == 0 and report.ok, report.violations
         assert world.gateway.metrics.interruptions >= 10
+        assert world.cluster.ended == world.cluster.assigned, "the router is told of every end, once"
 
 
 async def test_tools_go_through_the_template_and_calls_come_back() -> None:
