@@ -192,7 +192,7 @@ def test_requests_known_to_have_ended_make_room_before_the_next_heartbeat() -> N
     core.on_heartbeat(heartbeat("a", 0))
     for each in held:  # the worker told of these ends sooner than their edges did
         core.on_end(each)
-    core.on_table(table(row("a", incarnation=Incarnation(2)), epoch=2))
+    core.on_table(table(row("a", incarnation=Incarnation(2)), epoch=2), 0)
     core.on_end(held[0])  # of the incarnation before
     for index in range(16):
         placed(core, request(f"v{index}"))
