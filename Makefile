@@ -43,7 +43,7 @@ smollm2: setup
 	$(BIN)/python -m pip install --quiet gguf==0.19.0 "tokenizers>=0.22"
 	$(BIN)/python -m services.models.smollm2 .pearl/models/smollm2-135m
 
-# Engine contract and whole jobs on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
+# Engine contract, whole jobs and the demo on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
 sglang-test: setup
 	tests/sglang/run.sh all $(BIN)/python
 
@@ -52,8 +52,8 @@ sglang-smoke: setup
 
 # An environment of verifiers 0.4 through the gateway. verifiers' own virtual environment is built once a machine (docs/harnesses.md).
 verifiers-test: setup
-	PEARL_VERIFIERS_PYTHON="$$(tests/integration/verifiers_setup.sh)" && test -n "$$PEARL_VERIFIERS_PYTHON" && \
-	export PEARL_VERIFIERS_PYTHON && $(BIN)/python -m pytest tests/integration/test_harness_verifiers.py
+	export PEARL_VERIFIERS_PYTHON && PEARL_VERIFIERS_PYTHON="$$(tests/integration/verifiers_setup.sh)" && \
+	$(BIN)/python -m pytest tests/integration/test_harness_verifiers.py
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

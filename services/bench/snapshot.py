@@ -2,7 +2,8 @@
 
 Publish writes the shards, their checksums and the manifest, all of it synced; apply verifies every byte, reads it and copies
 it into a model's parameters, with one torch thread, as a worker does by default (two that wait for each other on busy cores take
-five times as long). References: `cp` and `sync`, one file of the same size read, written and synced; and the same
+five times as long). All in turn, and the median of each, since a disk that is synced takes half or twice as long from one time to the
+next. References: `cp` and `sync`, one file of the same size read, written and synced; and the same
 way without checksums, which shows what they cost.
 """
 
@@ -13,6 +14,7 @@ import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 
 import msgspec
 import torch
@@ -31,8 +33,8 @@ class _Plain(nn.Module):
         self.layers = nn.ParameterList(nn.Parameter(torch.rand(side, side)) for _ in range(tensors))
 
 
-def measure(folder: Path, *, mebibytes: int = 256, repeats: int = 3) -> list[Figure]:
-    """Bytes a second, the best of `repeats`, publish-to-apply and plain copy in turn."""
+def measure(folder: Path, *, mebibytes: int = 256, repeats: int = 9) -> list[Figure]:
+    """Bytes a second, the median of `repeats`, publish-to-apply and plain copy in turn."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -69,11 +71,9 @@ def _measure(folder: Path, mebibytes: int, repeats: int) -> list[Figure]:
 
     publish_and_apply(0)
     save_and_load(0)
-    took_s = copy_s = unchecked_s = float("inf")
-    for version in range(1, repeats + 1):
-        took_s = min(took_s, _seconds(publish_and_apply, version))
-        copy_s = min(copy_s, _seconds(plain_copy, version))
-        unchecked_s = min(unchecked_s, _seconds(save_and_load, version))
+    works = (publish_and_apply, plain_copy, save_and_load)
+    took = [[_seconds(work, version) for work in works] for version in range(1, repeats + 1)]
+    took_s, copy_s, unchecked_s = (median(each) for each in zip(*took, strict=True))
     mib = size / (1 << 20)
     return [
         figure(

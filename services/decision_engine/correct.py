@@ -65,9 +65,17 @@ class Correction(msgspec.Struct, frozen=True):
 
 
 def correction(observed: Sequence[Observed], *, overlap: bool = False) -> Correction:
-    """From measurements, the oldest first; those without a prediction count for nothing. `overlap`: they are of batches that do."""
+    """From measurements, the oldest first. `overlap`: they are of batches that do.
+
+    Those without a prediction count for nothing, nor do those of workers that cannot serve by themselves: a configuration that
+    lost its last decode worker says nothing of any that can be chosen.
+    """
     noise = FLOW_NOISE if overlap else NOISE
-    sound = [each for each in observed if each.predicted_s > 0 and each.realised_s > 0]
+    sound = [
+        each
+        for each in observed
+        if each.predicted_s > 0 and each.realised_s > 0 and _serves((each.prefill, each.decode, each.colocated))
+    ]
     if not sound:
         return Correction()
     seen = tuple((each.prefill, each.decode, each.colocated) for each in sound)
@@ -101,6 +109,11 @@ def smoothed(ratios: Mapping[Counts, float], at: Sequence[Counts]) -> dict[Count
         counts: math.exp(mean + sum(_near(counts, each) * weight for each, weight in zip(seen, weights, strict=True)))
         for counts in at
     }
+
+
+def _serves(counts: Counts) -> bool:
+    prefill, decode, colocated = counts
+    return (prefill > 0 and decode > 0) if prefill or decode else colocated > 0
 
 
 def _near(a: Counts, b: Counts) -> float:

@@ -19,6 +19,7 @@ from services.jobfile.rules import (
 )
 from services.jobfile.sections import (
     FUSED_ENGINES,
+    WEIGHT_WAYS,
     AgentSection,
     DecisionSection,
     EmulationSection,
@@ -56,6 +57,7 @@ __all__ = [
     "MOST_PORT",
     "MOST_WORKERS",
     "ROUTES_ABOVE",
+    "WEIGHT_WAYS",
     "AgentSection",
     "ConfigError",
     "DecisionSection",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from typing import Final
+from urllib.parse import urlsplit
 
 from messages.ids import Zone
 from messages.subjects import JOB_NAME, TOKEN
-from services.jobfile.sections import JobFile, NatsSection
+from services.jobfile.sections import WEIGHT_WAYS, JobFile, NatsSection
 
 MOST_WORKERS: Final = 5000
 """The stated limit of workers in a job."""
@@ -70,6 +71,23 @@ def _harness_problems(job: JobFile) -> Iterator[str]:
         yield f"harness.processes = {harness.processes}: at most {MOST_AGENTS}; raise harness.concurrency instead"
     if harness.action_s >= harness.episode_s:
         yield f"harness.action_s = {harness.action_s:g} must be below harness.episode_s = {harness.episode_s:g}"
+
+
+def _sglang_problems(job: JobFile) -> Iterator[str]:
+    sglang = job.rollout.sglang
+    if sglang.weights not in WEIGHT_WAYS:
+        yield f"rollout.sglang.weights = {sglang.weights!r}: use {', '.join(map(repr, WEIGHT_WAYS))}"
+    for worker, url in sorted(sglang.adopt.items()):
+        try:
+            host = urlsplit(url).hostname or ""
+        except ValueError as error:
+            yield f"rollout.sglang.adopt: {worker} = {url!r} is not a URL ({error})"
+            continue
+        if sglang.weights == "tensor" and not (is_loopback(host) or host in {node.address for node in job.nodes}):
+            yield (
+                f'rollout.sglang.weights = "tensor": the server of {worker} at {url} does not share memory with its worker, which '
+                'is on a node of this job; use "distributed"'
+            )
 
 
 def parse_policy(text: str) -> tuple[int, int] | None:
@@ -150,6 +168,7 @@ def problems_of(job: JobFile) -> Iterator[str]:
     yield from _problems_of_cluster(job.nats)
     yield from _gateway_problems(job)
     yield from _harness_problems(job)
+    yield from _sglang_problems(job)
     if not job.nats.embedded and not job.nats.url:
         yield "nats.url is missing: give the server's address, or set nats.embedded = true"
     if job.timeouts.drain_ms >= job.timeouts.apply_ms:

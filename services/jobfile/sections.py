@@ -20,6 +20,8 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=0, lt=2**32)]
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
 
+WEIGHT_WAYS: Final = ("disk", "tensor", "distributed")
+"""Values of `rollout.sglang.weights`."""
 FUSED_ENGINES: Final = frozenset({"emulated", "sglang"})
 """Engines whose iteration computes prompts and decodes in one pass; "torch" makes a pass for each."""
 
@@ -78,6 +80,7 @@ class SglangSection(_Section, frozen=True, kw_only=True):
     role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
     decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
     memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    weights: str = "disk"  # how a version comes to a server: "disk" (it reads the snapshot), "tensor" (shared memory), "distributed" (broadcast)
     verify_weights: bool = True  # after an update, compare the server's checksums with what changed in the snapshot
     adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
 

@@ -22,7 +22,7 @@ from services.models.decoder import Decoder
 
 INDEX: Final = "model.safetensors.index.json"
 SINGLE: Final = "model.safetensors"
-SHARD_BYTES: Final = 64 << 20
+SHARD_BYTES: Final = 32 << 20
 """A shard is refetched whole when it is torn; and while one waits for the disk, the next ones are written and hashed."""
 _DTYPES: Final = {
     torch.float64: "F64",
@@ -41,10 +41,10 @@ _DTYPES: Final = {
 TINY: Final = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 4}
 
 
-WRITERS: Final = min(4, os.cpu_count() or 1)
-"""Shards written at once: writing and hashing release the interpreter."""
-PIECE_BYTES: Final = 16 << 20
-"""Handed to a sink at once."""
+WRITERS: Final = min(8, 2 * (os.cpu_count() or 1))
+"""Shards written at once: writing and hashing release the interpreter, and half of the writers wait for the disk."""
+PIECE_BYTES: Final = 1 << 20
+"""Handed to a sink at once: what fits into a core's cache."""
 
 
 class Sink(Protocol):

@@ -69,6 +69,12 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     cpu_s: dict[str, float]  # processor seconds by process name
     busy: Busy
     wall_s: float
+    time_scale: float = 1.0  # seconds that engines, trainer, environments and trace saw, in one of `wall_s`
+
+    @property
+    def emulated_s(self) -> float:
+        """How long the run took by the clock of its engines, start and check included."""
+        return self.wall_s * self.time_scale
 
     @property
     def reward_first(self) -> float:
@@ -120,6 +126,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "busy": {name: round(share, 4) for name, share in msgspec.structs.asdict(self.busy).items()},
             "cpu_s": {name: round(seconds, 2) for name, seconds in sorted(self.cpu_s.items())},
             "wall_s": round(self.wall_s, 1),
+            "emulated_s": round(self.emulated_s, 1),
         }
         return json.dumps(body)
 
@@ -190,6 +197,7 @@ async def make_report(
             processors=len(os.sched_getaffinity(0)),
         ),
         wall_s=wall_s,
+        time_scale=job.emulation.time_scale if job.rollout.engine == "emulated" else 1.0,
     )
 
 
@@ -276,6 +284,11 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
     )
     table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
+    if report.time_scale != 1.0:
+        table.add_row(
+            "emulated time",
+            f"{report.emulated_s / 60:.0f} min of engines, trainer, environments and trace, {report.time_scale:g} times as fast",
+        )
     table.add_row("bottleneck", report.busy.text)
     table.add_row("decisions", f"{report.decisions}, each with its record in {job.run_dir / 'decisions.jsonl'}")
     table.add_row("processes", f"{len(report.processes)} started")

@@ -200,21 +200,25 @@ class RolloutWorker:
     async def _read_requests(self, subscription: Subscription) -> None:
         async for delivery in subscription:
             self._heard = _now_s()
-            try:
-                request: Generate | CancelRequest = decode_on(
-                    self._config.job, delivery.subject, delivery.data, Generate, CancelRequest
-                )
-            except UndecodableMessage as error:
-                self._dead_letter(delivery, error.reason)
-                continue
-            if isinstance(request, CancelRequest):
-                attempt = self._attempts.get((request.request, request.attempt))
-                if attempt is not None and attempt.task is not None:
-                    attempt.task.cancel()
-            elif problem := problem_of(request, self._config.job):
-                self._dead_letter(delivery, problem)
-            else:
-                await self._let_in(request)
+            await self._take(delivery)
+            del delivery  # a loop that waits keeps its variables: here a whole context
+
+    async def _take(self, delivery: Delivery) -> None:
+        try:
+            request: Generate | CancelRequest = decode_on(
+                self._config.job, delivery.subject, delivery.data, Generate, CancelRequest
+            )
+        except UndecodableMessage as error:
+            self._dead_letter(delivery, error.reason)
+            return
+        if isinstance(request, CancelRequest):
+            attempt = self._attempts.get((request.request, request.attempt))
+            if attempt is not None and attempt.task is not None:
+                attempt.task.cancel()
+        elif problem := problem_of(request, self._config.job):
+            self._dead_letter(delivery, problem)
+        else:
+            await self._let_in(request)
 
     async def _publish_facts(self) -> None:
         while True:
@@ -261,15 +265,16 @@ class RolloutWorker:
             await asyncio.sleep(self._config.heartbeat_ms / 1000)
 
     async def _keep_alive(self) -> None:
-        """Attempts that wait say that they do."""
         while True:
             await asyncio.sleep(LIVENESS_MS / 1000)
-            now = _now_s()
-            for attempt in tuple(self._attempts.values()):
-                if attempt.silent:
-                    continue
-                if now - attempt.heard_of >= LIVENESS_MS / 1000:
-                    await self._send(attempt, attempt.held.rest() or self._nothing(attempt))
+            await self._tell_who_waits()
+
+    async def _tell_who_waits(self) -> None:
+        """Attempts that wait say that they do."""
+        now = _now_s()
+        for attempt in tuple(self._attempts.values()):
+            if not attempt.silent and now - attempt.heard_of >= LIVENESS_MS / 1000:
+                await self._send(attempt, attempt.held.rest() or self._nothing(attempt))
 
     async def _watch_engine(self) -> None:
         raise EngineFailedError(await self._engine.failed())

@@ -169,3 +169,16 @@ def test_two_demos_at_once_do_not_meet(folder: Path) -> None:
             report = json.loads(output.splitlines()[-1])
             assert report["train_steps"] == 2 and report["violations"] == []
     assert len(list((folder / ODD).iterdir())) == 2
+
+
+@pytest.mark.slow
+def test_the_emulated_demo_ends_long_before_its_engines_would(folder: Path) -> None:
+    with demo(folder, "--engine", "emulated", "--json", "--steps", "1", "--data-dir", ".pearl") as process:
+        output, errors = process.communicate(timeout=400)
+        assert process.returncode == 0, errors
+        report = json.loads(output.splitlines()[-1])
+        assert report["train_steps"] == 1 and report["violations"] == []
+        assert report["trajectories"] == {"completed": 64, "lost": 0, "duplicated": 0}
+        assert report["tokens"]["regenerated"] == 0
+        assert report["emulated_s"] > 5 * report["wall_s"]
+        assert report["bottleneck"] in report["busy"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -163,6 +164,20 @@ async def test_a_reply_streams_and_is_logged(world: World):
     begin, end = world.attempts()
     assert (begin.finish, begin.start_offset, begin.generated) == ("", 0, 0)
     assert (end.finish, end.start_offset, end.generated) == ("length", 0, 8)
+
+
+async def test_nothing_of_a_request_is_kept_once_it_has_ended(world: World):
+    """A fleet of a thousand workers that each kept their last context would grow for an hour."""
+    await world.serve()
+    prompt = list(range(2, 38)) * 9
+    await world.say(world.request(prompt=prompt, max_new_tokens=3))
+    await world.reply()
+
+    def kept() -> list[object]:
+        gc.collect()
+        return [each for each in gc.get_objects() if type(each) is list and each == prompt and each is not prompt]
+
+    await until(lambda: not kept())
 
 
 async def test_a_request_that_the_network_brings_twice_runs_once(world: World):

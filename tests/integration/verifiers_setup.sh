@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Builds the virtual environment of the verifiers adapter's test, once a machine, and prints its interpreter. It stays outside of the
 # checkout: tests/integration/verifiers_setup.sh [FOLDER]; without FOLDER below the user's cache. Exit status 3: cannot be had.
-#     PEARL_VERIFIERS_PYTHON="$(tests/integration/verifiers_setup.sh)" .venv/bin/python -m pytest tests/integration/test_harness_verifiers.py
-# or `make verifiers-test`.
+# `make verifiers-test` does that and runs the test.
 set -euo pipefail
 version=0.4.0
 folder="${1:-${XDG_CACHE_HOME:-$HOME/.cache}/pearl/verifiers-$version}"

@@ -8,6 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from pearl_state.codec import decode_table
 from services.bench import plan, processes, snapshot
 from services.bench.figures import as_json, as_svg, figure, percentile, write_report
 from services.bench.processes import Usage, idle_pss, memory_figures, service_of
@@ -45,7 +46,8 @@ def test_a_report_is_json_and_a_plot(tmp_path: Path) -> None:
 
 
 def test_plan_figures(tmp_path: Path) -> None:
-    found = plan.measure(tmp_path, sizes=(2, 6), repeats=1)
+    found = plan.measure(tmp_path, sizes=(2, 6), repeats=2)
+    assert decode_table.cache_info().hits == 0, "the reference reads a table each time"
     assert [each.case for each in found] == ["2 workers", "6 workers"]
     assert all(each.value > 0 and each.reference and each.unit == "ms" and each.met is None for each in found)
 

@@ -74,6 +74,21 @@ async def test_a_snapshot_of_another_version_is_refused(tmp_path: Path):
     await engine.stop()
 
 
+@pytest.mark.parametrize(
+    ("prompt", "prefix", "why"), [([1], [2**31], "below"), ([2**70], [], "below"), ([-1], [], "negative")]
+)
+async def test_token_ids_that_no_model_has_are_refused(tmp_path: Path, prompt: list[int], prefix: list[int], why: str):
+    engine = EmulatedEngine(HARDWARE, RolloutSection(), Jumping())
+    await engine.start()
+    await engine.load_snapshot(snapshot(tmp_path, 0), PolicyVersion(0))
+    spec = GenerateSpec(
+        request="r", attempt=1, prompt=prompt, prefix=prefix, max_new_tokens=9, temperature=1.0, seed=3, stop_ids=[]
+    )
+    (only,) = [tokens async for tokens in engine.generate(spec)]
+    assert only.finish == "refused" and why in only.reason
+    await engine.stop()
+
+
 async def test_a_request_takes_the_models_time_on_any_clock(tmp_path: Path):
     clock = Jumping()
     engine = EmulatedEngine(HARDWARE, RolloutSection(prefill_chunk_tokens=4096), clock)

@@ -176,6 +176,14 @@ def test_what_was_measured_corrects_its_own_configuration_most() -> None:
     assert correction([Observed(1, 1, 0, 0.0, 5.0)]).factor((1, 1, 0)) == 1.0
 
 
+@pytest.mark.parametrize("counts", [(2, 0, 0), (0, 2, 0), (0, 0, 0)])
+def test_a_measurement_of_workers_that_cannot_serve_by_themselves_says_nothing(counts: tuple[int, int, int]) -> None:
+    sound = Observed(2, 6, 0, 100.0, 130.0)
+    learned = correction([Observed(*counts, 100.0, 300.0), sound])
+    assert learned == correction([sound])
+    assert learned.factor((7, 1, 0)) > 1.0
+
+
 def test_the_luck_of_a_replay_is_shared_with_its_neighbours() -> None:
     found = smoothed({(2, 6, 0): 1.0, (3, 5, 0): 1.04, (4, 4, 0): 1.0}, [(2, 6, 0), (3, 5, 0), (5, 3, 0)])
     assert 1.0 < found[3, 5, 0] < 1.035 and 0.99 < found[5, 3, 0] < 1.03

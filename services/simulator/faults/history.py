@@ -42,6 +42,8 @@ Process = tuple[WorkerId, int]
 """A worker slot and an incarnation of it."""
 SETTLING_MS = 1_500
 """After an actor is back it needs so long to restore, to read what it missed and to act on it."""
+LEASE_MS = 3_000
+"""An orchestrator's lease outlives it: until it has run out, nobody else may write the role table."""
 
 CUTTING_OFF = frozenset({"crash", "freeze", "cut", "broker_down", "power_off", "loss", "slow_network", "deafen"})
 """Faults that keep an actor from acting, or its word from arriving; what workers do is none of them."""
@@ -144,9 +146,9 @@ class History:
         return any(process in holders for holders in self.holders.values())
 
     def excused_ms(self, actors: Iterable[str], begin_ms: int, end_ms: int) -> int:
-        """How much of a span some of these actors could not act in; `SETTLING_MS` after each outage is counted with it."""
+        """How much of a span some of these actors could not act in; the time to settle after each outage is counted with it."""
         spans = sorted(
-            (max(begin_ms, outage.begin_ms), min(end_ms, (outage.end_ms or end_ms) + SETTLING_MS))
+            (max(begin_ms, outage.begin_ms), min(end_ms, (outage.end_ms or end_ms) + _settling_ms(actor)))
             for actor in actors
             for outage in self._outages.get(actor, ())
         )
@@ -226,6 +228,10 @@ class History:
         for outage in self._outages.get(actor, ()):
             if outage.end_ms is None and all(outage is not open_ for _, open_ in self._faults.values()):
                 outage.end_ms = at_ms
+
+
+def _settling_ms(actor: str) -> int:
+    return SETTLING_MS + (LEASE_MS if actor.startswith("orchestrator") else 0)
 
 
 def _raise(known: dict[Process, int], process: Process, value: int) -> None:
