@@ -6,7 +6,7 @@ checkpointed. The same calls in the same order give the same answers, which is w
 
 A request goes to the worker that holds its session's prefix unless that one is clearly more loaded, else to the least
 loaded. "Clearly" grows with the context that would be prefilled again. Load is what the last heartbeat said plus what
-was assigned here since; other routers' assignments show in the next heartbeat.
+was assigned here since, less what ended since where that is known; other routers' assignments show in the next heartbeat.
 
 Disaggregated (paper 4.2), that holds for either side: a prefill worker that has the session's prompts of earlier turns
 computes only what is new, as the planner's model of it assumes.
@@ -43,11 +43,11 @@ class Seat:
         self.row = row
         self.incarnation = row.incarnation
         self.heard = 0  # running and queued, from the last heartbeat
-        self.assigned = 0  # by this router since that heartbeat
+        self.assigned = 0  # by this router since that heartbeat, less those known to have ended since
 
     @property
     def load(self) -> int:
-        return self.heard + self.assigned
+        return max(0, self.heard + self.assigned)
 
 
 class RouterCore:
@@ -127,6 +127,16 @@ class RouterCore:
         if prefiller is None:
             return self._not_now(request, self.config.full_retry_ms, "all prefill workers full")
         return self._place(request, seat, prefiller)
+
+    def on_end(self, held: Assignment) -> None:
+        """An attempt that was placed here has ended, as an edge in this process says; heartbeats say it of the others.
+
+        Without it a worker would take `most_in_flight` requests a heartbeat at most, however short they are. Of the prefill
+        worker nothing is said: its part ended long before.
+        """
+        seat = self._seats.get(held.worker)
+        if seat is not None and seat.incarnation == held.incarnation:
+            seat.assigned -= 1
 
     def _affine(self, request: AssignRequest) -> Seat | None:
         """The worker that holds the session's prefix, as the client says, or as far as we remember."""
