@@ -216,6 +216,20 @@ def test_each_release_wants_an_answer_of_its_own(driver: Driver) -> None:
     assert release.epoch == driver.epoch
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_borrow_anew_without_training_in_between_asks_the_trainer_anew(driver: Driver, answered: bool) -> None:
+    """The table says that the trainer may hold memory: what was heard, or asked, before is of another hand-over."""
+    if answered:
+        let_go(driver)
+    else:
+        driver.table(*ROWS, plan=plan(add=JOINERS), residency=Residency.RELEASING)
+    driver.table(*IDLE, residency=Residency.TRAINING)
+    (release,) = of(TrainerRelease, driver.table(*ROWS, plan=plan("p2", add=JOINERS), residency=Residency.RELEASING))
+    assert release.epoch == driver.epoch, "the orchestrator believes no older answer"
+    assert not of(Activate, driver.table(*ROWS, plan=plan("p2", add=JOINERS))), "it may still be on its GPUs"
+    assert len(of(Activate, driver.say(free(release.epoch)))) == 2
+
+
 def test_a_trainer_that_does_not_release_is_killed_and_asked_anew(driver: Driver) -> None:
     (release,) = driver.table(*ROWS, plan=plan(add=JOINERS), residency=Residency.RELEASING)
     assert isinstance(release, TrainerRelease)
