@@ -88,6 +88,13 @@ def test_only_the_runtime_imports_nats() -> None:
     assert users == ["services/runtime/bus_nats.py"]
 
 
+def test_only_the_runtime_starts_pools() -> None:
+    """`services.runtime.pool` ends its workers with their parent; any other pool would leave orphans."""
+    names = {"concurrent.futures.ProcessPoolExecutor", "multiprocessing.Pool", "multiprocessing.pool"}
+    users = [relative(path) for path in FILES if imports(path) & names]
+    assert users == ["services/runtime/pool.py"]
+
+
 @pytest.mark.parametrize("path", FILES, ids=relative)
 def test_no_bare_except_and_no_print_in_services(path: Path) -> None:
     tree = ast.parse(path.read_text(encoding="utf-8"))

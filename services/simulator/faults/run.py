@@ -6,9 +6,7 @@ The same plan gives the same run, on any machine and under any hash seed: `Outco
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -16,6 +14,7 @@ import msgspec
 from messages.monitor import DecisionRecord
 from services.decision_engine.decide import answer, question_of
 from services.runtime.foreign import ForeignError, foreign_code
+from services.runtime.pool import pool_size, worker_pool
 from services.simulator.faults.checkers import Checkers
 from services.simulator.faults.cluster import Cluster
 from services.simulator.faults.inject import Injector
@@ -146,13 +145,13 @@ def seeded(seed: int) -> Outcome:
     return outcome_of(draw(seed))
 
 
-def many(seeds: Sequence[int], *, jobs: int = 0) -> Iterator[Outcome]:
-    """Run them all, in order, on `jobs` processes (0: one a core)."""
-    jobs = jobs or len(os.sched_getaffinity(0))
+def many(seeds: Sequence[int], *, jobs: int = 0) -> Generator[Outcome]:
+    """Run them all, in order, on `jobs` processes (0: one a core), no more than `pool_size` allows."""
+    jobs = pool_size(jobs, len(seeds))
     if jobs == 1 or len(seeds) < 4:
         yield from map(seeded, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with worker_pool(jobs) as pool:
         yield from pool.map(seeded, seeds, chunksize=max(1, min(8, len(seeds) // (4 * jobs))))
 
 
