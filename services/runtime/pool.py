@@ -12,8 +12,8 @@ import multiprocessing
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Any, Final
 
@@ -35,24 +35,35 @@ def pool_size(wanted: int | None, tasks: int | None = None) -> int:
 @contextlib.contextmanager
 def worker_pool(
     count: int, *, initializer: Callable[..., object] | None = None, initargs: tuple[Any, ...] = ()
-) -> Iterator[ProcessPoolExecutor]:
+) -> Generator[ProcessPoolExecutor]:
     """`count` processes for the length of the block. `initializer(*initargs)` runs first in each.
 
     A block that ends well waits for what it submitted. One that is left by an exception, Ctrl-C among them, ends the
     workers in the middle of their work. Workers ignore SIGINT: a terminal sends it to them too, and the parent decides.
     """
     reader, writer = multiprocessing.Pipe(duplex=False)
-    pool = ProcessPoolExecutor(count, initializer=_begin, initargs=(reader, writer, initializer, initargs))
-    done = False
+    pool = _Pool(count, initializer=_begin, initargs=(reader, writer, initializer, initargs))
     try:
         yield pool
         pool.shutdown()
-        done = True
     finally:
         writer.close()
-        if not done:
-            pool.shutdown(cancel_futures=True)
+        pool.shutdown()
         reader.close()
+
+
+class _Pool(ProcessPoolExecutor):
+    """Its futures cannot be cancelled: they fail when the workers end, for which Python 3.11 wants them all pending."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As documented in Python's library."""
+        future = super().submit(fn, *args, **kwargs)
+        future.cancel = _never
+        return future
+
+
+def _never() -> bool:
+    return False
 
 
 def _begin(
