@@ -18,13 +18,16 @@ from services.runtime.pool import pool_size, worker_pool
 from services.simulator.faults.checkers import Checkers
 from services.simulator.faults.cluster import Cluster
 from services.simulator.faults.inject import Injector
-from services.simulator.faults.plan import Fault, Plan, draw
+from services.simulator.faults.plan import Fault, Plan, Shape, draw
 from services.simulator.faults.record import RunEnded, Seen, Stored, Violation
 
 QUIET_MS: Final = 1_500
 """The run goes on for so long after all is done: what is told to nobody may still come."""
 LIMIT_MS: Final = 180_000
-"""After the last fault, a run ends at the latest then."""
+"""After the last fault, a run ends at the latest then; a longer one as `limit_ms` says."""
+STEP_LIMIT_MS: Final = 10_000
+TRAJECTORY_LIMIT_MS: Final = 1_000
+"""A train step with its evaluation takes about 2 s of its cluster's time, and a trajectory 0.2 s where one worker generates."""
 MOST_SHRINKS: Final = 60
 """Runs that shrinking may take."""
 
@@ -50,6 +53,11 @@ def _not_again(at_ms: int, record: DecisionRecord) -> Iterator[Violation]:
         yield Violation("11.9 decisions come out again", at_ms, told)
 
 
+def limit_ms(shape: Shape) -> int:
+    """How long after its last fault a run of this shape may take, in ms of its own clock: several times what it needs."""
+    return max(LIMIT_MS, shape.steps * (STEP_LIMIT_MS + shape.batch * TRAJECTORY_LIMIT_MS))
+
+
 class Run:
     """A plan on a cluster, to be run to its end or to any event of it, and looked at."""
 
@@ -66,10 +74,10 @@ class Run:
 
     def to_event(self, number: int) -> None:
         """Until so many things were seen, if ever."""
-        self._guarded(lambda: self.cluster.reaches(lambda: self.cluster.count >= number, LIMIT_MS))
+        self._guarded(lambda: self.cluster.reaches(lambda: self.cluster.count >= number, limit_ms(self.plan.shape)))
 
     def to_end(self) -> Outcome:
-        """Faults, then all work done or `LIMIT_MS` passed, then a while of quiet."""
+        """Faults, then all work done or `limit_ms` passed, then a while of quiet."""
         self._guarded(self._whole)
         return Outcome(
             plan=self.plan,
@@ -87,7 +95,7 @@ class Run:
     def _whole(self) -> None:
         cluster = self.cluster
         cluster.run(self._injector.over_ms + 1 - cluster.now_ms)
-        done = cluster.reaches(lambda: cluster.finished and cluster.settled, LIMIT_MS)
+        done = cluster.reaches(lambda: cluster.finished and cluster.settled, limit_ms(self.plan.shape))
         cluster.run(QUIET_MS)
         cluster.see(RunEnded(cluster.now_ms, done))
         self.violations += self._checkers.finish()
