@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 
-.PHONY: setup demo test check soak smollm2 sglang-test sglang-smoke fmt clean
+.PHONY: setup demo test check soak smollm2 sglang-test sglang-smoke verifiers-test fmt clean
 
 setup: $(STAMP)
 
@@ -43,12 +43,17 @@ smollm2: setup
 	$(BIN)/python -m pip install --quiet gguf==0.19.0 "tokenizers>=0.22"
 	$(BIN)/python -m services.models.smollm2 .pearl/models/smollm2-135m
 
-# Engine contract and whole jobs on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
+# Engine contract, whole jobs and the demo on real SGLang servers, without a GPU (docs/sglang.md). Their environment is built once a machine.
 sglang-test: setup
 	tests/sglang/run.sh all $(BIN)/python
 
 sglang-smoke: setup
 	tests/sglang/run.sh smoke $(BIN)/python
+
+# An environment of verifiers 0.4 through the gateway. verifiers' own virtual environment is built once a machine (docs/harnesses.md).
+verifiers-test: setup
+	export PEARL_VERIFIERS_PYTHON && PEARL_VERIFIERS_PYTHON="$$(tests/integration/verifiers_setup.sh)" && \
+	$(BIN)/python -m pytest tests/integration/test_harness_verifiers.py
 
 clean:
 	rm -rf $(VENV) .pearl build *.egg-info

@@ -14,6 +14,7 @@ import messages
 from messages import subjects
 from messages.envelope import Message, registry
 from services import durable, jobfile
+from services.jobfile import sections as sections_of_a_job
 from services.router.gateway import openapi
 
 ROOT = Path(__file__).parents[1]
@@ -97,8 +98,8 @@ def _comments(path: Path) -> dict[str, str]:
 
 
 def configuration_page() -> str:
-    """Every key of a job file with its type, default and meaning, from services/jobfile.py."""
-    source = Path(inspect.getfile(jobfile)).read_text(encoding="utf-8")
+    """Every key of a job file with its type, default and meaning, from services/jobfile/sections.py."""
+    source = Path(inspect.getfile(sections_of_a_job)).read_text(encoding="utf-8")
     lines = source.splitlines()
     out = ["# Configuration: the job file", "", NOTICE.strip(), "", inspect.cleandoc(jobfile.__doc__ or ""), ""]
     sections = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}

@@ -75,7 +75,7 @@ _msgpack_envelope = msgspec.msgpack.Decoder(_Envelope)
 _json_encoder = msgspec.json.Encoder()
 _msgpack_encoder = msgspec.msgpack.Encoder()
 _decoders: dict[type[Message], msgspec.json.Decoder[Any]] = {}
-_bulk_decoders: dict[type[Message], msgspec.msgpack.Decoder[Any]] = {}
+_bulk_readers: dict[type[Message], tuple[bytes, msgspec.msgpack.Decoder[Any]]] = {}
 
 MAX_MESSAGE_BYTES = 8 * 1024 * 1024
 """The embedded server's max_payload; larger messages are refused before decoding."""
@@ -107,6 +107,15 @@ def encode(message: Message) -> bytes:
     return _msgpack_encoder.encode(message) if message.bulk else _json_encoder.encode(message)
 
 
+def _bulk_reader(cls: type[M]) -> tuple[bytes, msgspec.msgpack.Decoder[M]]:
+    """What stands behind the first byte of a message of this class, where it has fewer than 16 fields; and its decoder."""
+    reader = _bulk_readers.get(cls)
+    if reader is None:
+        begins = msgspec.msgpack.encode({"kind": tag_of(cls)})[1:]
+        reader = _bulk_readers[cls] = begins, msgspec.msgpack.Decoder(cls)
+    return reader
+
+
 def _is_json(data: bytes) -> bool:
     return data[:1] in (b"{", b" ", b"\t", b"\r", b"\n")
 
@@ -127,6 +136,13 @@ def decode(data: bytes, *accepted: type[M]) -> M:
 
     Raises `NotAMessage`, `UnknownKind` (a kind that is not among `accepted`) or `BadBody`.
     """
+    if len(accepted) == 1 and accepted[0].bulk and len(data) <= MAX_MESSAGE_BYTES:
+        begins, decoder = _bulk_reader(accepted[0])
+        if data.startswith(begins, 1):  # as we write it: one look is enough
+            try:
+                return decoder.decode(data)
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+                pass  # said below, with its kind
     kind = kind_of(data)
     for cls in accepted:
         if tag_of(cls) == kind:
@@ -144,9 +160,7 @@ def decode(data: bytes, *accepted: type[M]) -> M:
         if not cls.bulk:
             # MessagePack would let in what JSON cannot say: numbers that are none.
             raise BadBody(f"{kind}: control messages are JSON")
-        if cls not in _bulk_decoders:
-            _bulk_decoders[cls] = msgspec.msgpack.Decoder(cls)
-        return _bulk_decoders[cls].decode(data)
+        return _bulk_reader(cls)[1].decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"{kind}: {error}") from error
 

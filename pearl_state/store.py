@@ -133,18 +133,6 @@ class Lease:
         self._ttl_s = ttl_s
         self._revision: int | None = None
         self._beat = 0
-        self._renewed_at = 0.0
-        self._lost = asyncio.Event()
-
-    @property
-    def held(self) -> bool:
-        """Whether this process has the lease, by its own clock."""
-        return self._revision is not None and asyncio.get_running_loop().time() < self._renewed_at + self._ttl_s
-
-    @property
-    def lost(self) -> asyncio.Event:
-        """Set once and for all when the lease, once held, has gone to someone else."""
-        return self._lost
 
     async def acquire(self) -> bool:
         """Take the lease if nobody has it. Raises what the bus raises."""
@@ -169,7 +157,6 @@ class Lease:
         if await self._put(self._revision) or await self._put(0):
             return
         self._revision = None
-        self._lost.set()
         raise Deposed(f"the orchestrator lease of job {self._job} has gone to another process")
 
     async def keep(self, stop: asyncio.Event, *, every_s: float = RENEW_S) -> None:
@@ -183,7 +170,7 @@ class Lease:
                 case Failed(error=Deposed() as deposed):
                     raise deposed
                 case _:
-                    pass  # renewed; or the bus is away, and `held` tells for how long the lease still counts
+                    pass  # renewed; or the bus is away: nobody can write then, and who took over meanwhile is seen by the revision
         await self.release()
 
     async def release(self) -> None:
@@ -196,13 +183,11 @@ class Lease:
 
     async def _put(self, last_revision: int) -> bool:
         self._beat += 1
-        begun = asyncio.get_running_loop().time()
         data = msgspec.json.encode(_Holding(self._holder, self._beat))
         revision = await _guarded_put(self._bus, self._bucket, LEASE_KEY, data, last_revision, self._ttl_s)
         if revision is None:
             return False
         self._revision = revision
-        self._renewed_at = begun
         return True
 
 

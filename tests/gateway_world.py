@@ -74,6 +74,7 @@ class World(Records):
             self.table,
             Vocabulary.load(self.job),
             ask_router=self.cluster.assign,
+            tell_router=self.cluster.ended.append,
             clock=self.clock,
         )
 

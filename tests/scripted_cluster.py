@@ -90,6 +90,8 @@ class Cluster:
         self.chunk = chunk
         self.log: list[AttemptLogged] = []
         self.asked: list[AssignRequest] = []
+        self.assigned: list[Assignment] = []
+        self.ended: list[Assignment] = []  # as an edge beside the router tells it
         self.generates: list[Generate] = []
         self.cancels: list[CancelRequest] = []
         self.cancelled = asyncio.Event()
@@ -126,7 +128,10 @@ class Cluster:
         if self.script and self.script[0] == "not_now":
             self.script.popleft()
             return NotNow(request=ask.request, attempt=ask.attempt, retry_after_ms=5, reason="no worker")
-        return Assignment(request=ask.request, attempt=ask.attempt, worker="a-w0", incarnation=1, role_generation=1)
+        self.assigned.append(
+            Assignment(request=ask.request, attempt=ask.attempt, worker="a-w0", incarnation=1, role_generation=1)
+        )
+        return self.assigned[-1]
 
     async def _work(self, generates: Any) -> None:
         async for delivery in generates:

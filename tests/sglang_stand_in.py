@@ -7,8 +7,10 @@ one. With PEARL_SGLANG_PYTHON pytest runs the same tests on real servers. Tokens
 from __future__ import annotations
 
 import asyncio
+import base64
 import hashlib
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from aiohttp import web
 from safetensors.numpy import load_file
 
 from services.rollout_worker.engines.emulated import made_up
-from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL
+from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL, UPDATES
 
 VERSION = "0.5.23"
+GROUP = ("/init_weights_update_group", "/destroy_weights_update_group")
 TRANSFERS: dict[tuple[int, int], dict[str, asyncio.Event]] = {}
 """(bootstrap port, room) -> "here": the decode side came, "sent": the KV cache is over."""
 
@@ -36,6 +39,9 @@ class StandIn:
         self.sins: list[str] = []  # what must not be done to a real server
         self.release = VERSION
         self.folder = ""  # what it holds the weights of
+        self.calls: list[str] = []  # of updates from memory, in order
+        self.fails = ""  # the call that does
+        self.tensors: dict[str, Any] = {}  # what such updates have brought
         self.ignores_updates = False  # it says that it has loaded what it has not
         self._slow_s = slow_s
         self._moving = 0  # requests whose KV cache is on its way
@@ -44,7 +50,7 @@ class StandIn:
         self._going = asyncio.Event()
         self._going.set()
         self._cached: dict[str, set[tuple[int, ...]]] = {}
-        self.paths = [*NEEDED, *OPTIONAL]
+        self.paths = [*NEEDED, *OPTIONAL, *(path for paths in UPDATES.values() for path in paths)]
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> str:
@@ -62,6 +68,7 @@ class StandIn:
                 web.post("/pause_generation", self._pause),
                 web.post("/continue_generation", self._continue),
                 web.post("/update_weights_from_disk", self._update),
+                *(web.post(path, self._pushed) for path in {*UPDATES["tensor"], *UPDATES["distributed"]}),
                 web.post("/release_memory_occupation", self._release),
                 web.post("/resume_memory_occupation", self._resume),
                 web.post("/pd_role_switch", self._switch),
@@ -150,6 +157,22 @@ class StandIn:
             return web.json_response({"success": False, "message": message}, status=400)
         return web.json_response({"success": True, "message": "ok"})
 
+    async def _pushed(self, request: web.Request) -> web.Response:
+        """A call of an update from memory. Of tensors it takes what they are; a group it does not join."""
+        call, body = request.path, await request.json() if request.can_read_body else {}
+        self.calls.append(call)
+        if self._going.is_set() and call not in GROUP:
+            self.sins.append(f"{call} while it generates: tokens would come of weights of two versions")
+        if call == self.fails:
+            return web.json_response({"success": False, "message": "it fails"}, status=400)
+        if call == "/update_weights_from_tensor":
+            (handle,) = body["serialized_named_tensors"]
+            for name, tensor in pickle.loads(base64.b64decode(handle)):
+                self.tensors[name] = tensor.clone().numpy()
+            assert body["flush_cache"] is False
+            self.version = body.get("weight_version", self.version)
+        return web.json_response({"success": True, "message": "ok"})
+
     def _flushed(self) -> bool:
         """A pause takes those that decode from the batch; those whose context is on its way stay."""
         if self.requests and (self._going.is_set() or self._moving):
@@ -161,7 +184,8 @@ class StandIn:
         return web.Response(status=200 if self._flushed() else 400, text="Flush cache failed.\n")
 
     async def _checker(self, request: web.Request) -> web.Response:
-        checksums = await asyncio.to_thread(checksums_of, self.folder) if self.folder else {}
+        held = self.tensors or (await asyncio.to_thread(held_in, self.folder) if self.folder else {})
+        checksums = checksums_of(held)
         rank = {"checksums": checksums, "per_gpu_checksum": "", "parallelism_info": {"role": "target"}}
         return web.json_response({"success": True, "message": "Success.", "ranks": [rank]})
 
@@ -296,11 +320,17 @@ class StandIn:
         return cut
 
 
-def checksums_of(folder: str) -> dict[str, str]:
-    """As a server on CPUs makes them: q, k and v are one tensor there, and so are gate and up."""
-    held: dict[str, Any] = {}
+def held_in(folder: str) -> dict[str, Any]:
+    """The tensors of a snapshot."""
+    found: dict[str, Any] = {}
     for file in sorted(Path(folder).glob("*.safetensors")):
-        held.update(load_file(file))
+        found.update(load_file(file))
+    return found
+
+
+def checksums_of(tensors: dict[str, Any]) -> dict[str, str]:
+    """As a server on CPUs makes them: q, k and v are one tensor there, and so are gate and up."""
+    held = dict(tensors)
     parts: dict[str, list[bytes]] = {}
     for fused, names in (("qkv_proj", ("q_proj", "k_proj", "v_proj")), ("gate_up_proj", ("gate_proj", "up_proj"))):
         for name in names:

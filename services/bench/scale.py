@@ -9,9 +9,10 @@ replica, decoded and checked: on one machine the two clocks are one. Its referen
 now and then in the same run: a table is stored before it is published. *Growth* of a service is judged after a warm-up of a third
 of the time: the median of its memory in the last third less the median in the middle third, over all its processes. It counts as
 growth above GROWTH_SHARE of the latter and above GROWTH_BYTES a process, if it is also above all of the middle third: allocators
-keep pages, and a collected heap (that of the NATS server) goes up and down by a quarter. Emulated engines keep the prefixes that
-they have seen, as real ones do in their GPUs' memory, up to the KV cache's size; contexts are short here, so that this, which is no
-part of the control plane, stays small.
+keep pages, and a collected heap (that of the NATS server) goes up and down by a quarter. (It also fills for its first ten minutes,
+with the blocks that streams write to: what it does after that, `--minutes 30` shows.) Emulated engines keep the prefixes that they
+have seen, as real ones do in their GPUs' memory, up to the KV cache's size; contexts are short here, so that this, which is no part
+of the control plane, stays small.
 """
 
 from __future__ import annotations

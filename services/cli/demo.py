@@ -7,16 +7,19 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Final
 
 import psutil
 
 from services import jobfile
 from services.cli import demo_jobs
+from services.cli.doctor_sglang import look_at_sglang
 from services.cli.preflight import preflight
 from services.cli.progress import progress
 from services.cli.runs import RUN_FILE
@@ -26,28 +29,34 @@ from services.monitor.collector import Collector
 from services.monitor.picture import record
 from services.monitor.report import DemoReport, make_report, print_report
 from services.nats_server.process import ServerError
+from services.rollout_worker.engines.sglang import cpu
 from services.runtime.bus import Bus
 from services.runtime.clock import now_ms
 from services.supervisor.service import Started, Supervisor, on_interrupt
 
 LIMIT_S = 285.0
 """A demo that has not finished its train steps by then stops and reports what it reached (exit 1)."""
+SERVERS_LIMIT_S = 585.0
+"""And one with SGLang servers, which take half a minute and more to start, three times."""
+RUN_NAME: Final = re.compile(r"demo-\d{8}-\d{6}-\d+")
 KEEP_RUNS = 5
 """Older demo runs below the data directory are deleted."""
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 if the run finished with all zeros, 1 otherwise."""
-    path = prepare(arguments)
-    job = jobfile.load(path)
-    picture = None if arguments.record is None else Path(arguments.record).resolve()
+    picture = None if arguments.record is None else Path(os.path.abspath(arguments.record))  # noqa: PTH100 - see `new_run`
     if picture is not None and not picture.parent.is_dir():
         raise ConfigError(f"--record {picture}: there is no folder {picture.parent}")
+    path = prepare(arguments)
+    job = jobfile.load(path)
     try:
         with progress("looking at what the demo needs"):
             preflight(job, path)
+            for finding in look_at_sglang(job):
+                raise ConfigError(f"{finding.where}: {finding.what}; {finding.do}")
     except ConfigError:
-        shutil.rmtree(path.parent, ignore_errors=True)  # else `pearl status` would take it for the newest run
+        shutil.rmtree(path.parent, ignore_errors=True)
         raise
     report = asyncio.run(_demo(job, path, quiet=arguments.json, picture=picture))
     if report is None:
@@ -86,34 +95,51 @@ def new_run(
     workers: int | None = None,
 ) -> Path:
     """The job file of a fresh run below `data_dir`: the demo's, with these keys' values (as TOML) changed. Raises ConfigError."""
-    data_dir = data_dir.resolve()
-    name = time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid())
-    run_dir = data_dir / name
+    python = cpu.find_python() if engine == "sglang" else ""
+    data_dir = Path(os.path.abspath(data_dir))  # noqa: PTH100 - of a loop of links, Path.resolve raises RuntimeError
+    run_dir = data_dir / (time.strftime("demo-%Y%m%d-%H%M%S-") + str(os.getpid()))
     try:
         run_dir.mkdir(parents=True)
     except OSError as error:
         raise ConfigError(f"--data-dir {data_dir}: cannot make a run folder there ({error})") from error
-    for old in sorted(data_dir.glob("demo-*"), key=lambda each: each.stat().st_mtime)[: -KEEP_RUNS - 1]:
+    try:
+        text = demo_jobs.template(engine)
+        if workers is not None:
+            text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
+        text = text.replace(
+            'name = "demo"\n',
+            f'name = "demo"\ndata_dir = {json.dumps(str(run_dir), ensure_ascii=False)}\nseed = {seed}\n',
+            1,
+        )
+        text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
+        text = demo_jobs.changed(text, changes)
+        path = run_dir / RUN_FILE
+        try:
+            if engine == "emulated":
+                text = demo_jobs.with_profile(text, run_dir)
+            elif engine == "sglang":
+                text = demo_jobs.with_servers(text, run_dir, python)
+            path.write_text(text, encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{path}: the job file cannot be written ({error}); choose another --data-dir") from error
+        jobfile.load(path)
+    except ConfigError:
+        shutil.rmtree(run_dir, ignore_errors=True)  # else `pearl status` would take it for the newest run
+        raise
+    _forget_old(data_dir)
+    return path
+
+
+def _forget_old(data_dir: Path) -> None:
+    """Delete all but the newest demo runs there, and nothing else whose name begins alike."""
+    runs = sorted(
+        each
+        for each in data_dir.iterdir()
+        if RUN_NAME.fullmatch(each.name) and not each.is_symlink() and (each / RUN_FILE).is_file()
+    )
+    for old in runs[: -KEEP_RUNS - 1]:
         if not _alive(old):
             shutil.rmtree(old, ignore_errors=True)
-    text = demo_jobs.template(engine)
-    if workers is not None:
-        text = demo_jobs.with_workers(text, workers, "train_steps" in changes)
-    text = text.replace(
-        'name = "demo"\n',
-        f'name = "demo"\ndata_dir = {json.dumps(str(run_dir), ensure_ascii=False)}\nseed = {seed}\n',
-        1,
-    )
-    text = text.replace("[model]\n", f"[nats]\nport = {port}\n\n[model]\n", 1)
-    text = demo_jobs.changed(text, changes)
-    if engine == "emulated":
-        text = demo_jobs.with_profile(text, run_dir)
-    path = run_dir / RUN_FILE
-    try:
-        path.write_text(text, encoding="utf-8")
-    except (OSError, UnicodeError) as error:
-        raise ConfigError(f"{path}: the job file cannot be written ({error}); choose another --data-dir") from error
-    return path
 
 
 def _alive(run_dir: Path) -> bool:
@@ -132,6 +158,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
 
     on_interrupt(loop, interrupt)
     begun = time.monotonic()
+    limit_s = SERVERS_LIMIT_S if job.rollout.engine == "sglang" else LIMIT_S
     supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
     collector: Collector | None = None
     bus: Bus | None = None
@@ -157,7 +184,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
             running = supervisor.processes()
             seen_processes.update((each.name, each.pid) for each in running)
             cpu_s.update(_processor_seconds(running))
-            over_time = time.monotonic() - begun > LIMIT_S
+            over_time = time.monotonic() - begun > limit_s
             if len(collector.board.steps) >= job.pipeline.train_steps or over_time:
                 stop.set()
             with contextlib.suppress(TimeoutError):

@@ -13,6 +13,7 @@ from typing import Any, Final
 from services.environments import workload as workloads
 from services.environments.workload import Workload
 from services.jobfile import ConfigError
+from services.rollout_worker.engines.sglang import cpu
 from services.timing import hardware as descriptions
 from services.timing.hardware import Hardware
 
@@ -61,6 +62,16 @@ def with_workers(text: str, workers: int, steps_given: bool) -> str:
     if not steps_given:
         changes["train_steps"] = str(BIG_STEPS)
     return changed(text, changes)
+
+
+def with_servers(text: str, run_dir: Path, python: str) -> str:
+    """With servers that this interpreter runs, and the coming and going of the preemptible worker, in the run's folder."""
+    trace = run_dir / "trace.csv"
+    trace.write_text(
+        resources.files("services.cli").joinpath("demo_sglang.csv").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    text = text.replace("[rollout.sglang]\n", f"[rollout.sglang]\n{cpu.as_toml(cpu.settings(python))}\n", 1)
+    return text.replace("[feed]\n", f"[feed]\ntrace = {json.dumps(str(trace), ensure_ascii=False)}\n", 1)
 
 
 def with_profile(text: str, run_dir: Path) -> str:

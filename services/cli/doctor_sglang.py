@@ -16,7 +16,7 @@ import msgspec
 from messages.ids import Role
 from services.cli.finding import Finding
 from services.jobfile import JobFile, rollout_slots
-from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL, TESTED, Api, ApiError, ServerGoneError
+from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL, TESTED, UPDATES, Api, ApiError, ServerGoneError
 from services.rollout_worker.engines.sglang.server import command
 
 CHECK: Final = "sglang"
@@ -85,7 +85,7 @@ def _installed(job: JobFile) -> Iterator[Finding]:
         yield Finding(check=CHECK, what=f"{python} has no SGLang", where=where, do=install)
         return
     yield from of_version(installed.version, where)
-    yield from of_surface(installed.version, installed.calls, where, install)
+    yield from of_surface(installed.version, installed.calls, where, install, job.rollout.sglang.weights)
     if installed.lacks:
         what = f"SGLang {installed.version} does not know {', '.join(installed.lacks)}, with which workers start it"
         yield Finding(check=CHECK, what=what, where=where, do=install)
@@ -134,7 +134,7 @@ async def _adopted(job: JobFile) -> list[Finding]:
             await api.close()
         version, paths = str(info.get("version")), list(described.get("paths", {}))
         findings += of_version(version, where)
-        findings += of_surface(version, paths, where, f"run SGLang {TESTED} there")
+        findings += of_surface(version, paths, where, f"run SGLang {TESTED} there", job.rollout.sglang.weights)
         findings += _of_settings(info, where)
     return findings
 
@@ -160,9 +160,9 @@ def of_version(version: str, where: str) -> Iterator[Finding]:
         )
 
 
-def of_surface(version: str, calls: list[str], where: str, install: str) -> Iterator[Finding]:
+def of_surface(version: str, calls: list[str], where: str, install: str, weights: str = "disk") -> Iterator[Finding]:
     """It has the calls that PEARL makes; of those that it can do without, what is done instead."""
-    missing = [path for path in NEEDED if path not in calls]
+    missing = [path for path in (*NEEDED, *UPDATES[weights]) if path not in calls]
     if missing:
         what = f"SGLang {version} has no {', '.join(missing)}, without which it cannot be driven"
         yield Finding(check=CHECK, what=what, where=where, do=install)

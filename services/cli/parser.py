@@ -27,7 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument(
         "--seed", type=_seed, default=0, help="of tasks, sampling, the initial model and the trace's victims"
     )
-    demo.add_argument("--engine", choices=("torch", "emulated"), default="torch", help="what generates tokens")
+    demo.add_argument(
+        "--engine",
+        choices=("torch", "emulated", "sglang"),
+        default="torch",
+        help="what generates tokens; sglang: real servers, on CPUs (docs/sglang.md)",
+    )
     demo.add_argument(
         "--workers",
         type=_positive,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 from pathlib import Path
 
 from services import jobfile
@@ -26,11 +27,11 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     on_interrupt(loop, stop.set)
-    supervisor = Supervisor(job, path, on_event=print)
+    supervisor = Supervisor(job, path, on_event=_tell)
     try:
         with progress("starting NATS and the services"):
             await supervisor.start()
-        print(f"job {job.job.name}: {len(supervisor.processes())} processes; logs in {job.run_dir}/logs; Ctrl-C stops")
+        _tell(f"job {job.job.name}: {len(supervisor.processes())} processes; logs in {job.run_dir}/logs; Ctrl-C stops")
         if view:
             from services.monitor.view import watch
 
@@ -42,7 +43,13 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
             raise
     finally:
         if supervisor.started:
-            print("stopping")
+            _tell("stopping")
         with progress("stopping all processes"):
             await supervisor.stop()
     return 0
+
+
+def _tell(text: str) -> None:
+    """For people, if anybody still reads: the job goes on, and is stopped in order, all the same."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)

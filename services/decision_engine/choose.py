@@ -12,6 +12,7 @@ from messages.ids import Mode
 from messages.monitor import Candidate
 from services.decision_engine import makespan, predict
 from services.decision_engine.correct import Counts
+from services.decision_engine.predict_evidence import Evidence
 from services.decision_engine.stakes import Stakes
 
 NO_WORKER = Candidate(0, 0, 0, None, False, "no worker may be used")
@@ -122,7 +123,7 @@ class ClosedForms:
 class Replays:
     """The planner's: a queueing network, replays and what was measured (`predict.py`); what a change costs decides (`stakes.py`)."""
 
-    def __init__(self, profile: WorkloadProfile, policy: Policy, evidence: predict.Evidence, stakes: Stakes) -> None:
+    def __init__(self, profile: WorkloadProfile, policy: Policy, evidence: Evidence, stakes: Stakes) -> None:
         self.profile = profile
         self.policy = policy
         self.evidence = evidence

@@ -7,7 +7,7 @@ import msgspec
 from messages.decision_engine import WorkloadProfile
 from messages.ids import WorkerId, Zone
 from services.decision_engine.choose import Policy
-from services.decision_engine.predict import Limits
+from services.decision_engine.predict_evidence import Limits
 from services.jobfile import FUSED_ENGINES, ConfigError, JobFile, parse_policy, rollout_slots
 from services.profile import cold_start
 

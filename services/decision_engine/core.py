@@ -17,7 +17,8 @@ from services.decision_engine.correct import Counts
 from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
 from services.decision_engine.learn import Learned, Predicts
-from services.decision_engine.predict import Evidence, predicted_s
+from services.decision_engine.predict import predicted_s
+from services.decision_engine.predict_evidence import Evidence
 from services.decision_engine.stakes import FLOW_MARGIN, MARGIN, PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
 from services.profile import KEYS, OPTIONAL, problem_of
 from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
@@ -298,7 +299,7 @@ class DecisionEngineCore:
             limits=self.config.planner.limits,
             measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
-            train_s=state.learned.train_s,
+            train_s=_rounded(state.learned.train_s),
         )
 
     def _predictor(self, state: State) -> Predicts:
@@ -342,6 +343,11 @@ class DecisionEngineCore:
         return_s = profile.costs.get("deactivate", guess_s * RETURN_SHARE)
         trust = max(LEAST_TRUST, TRUST_A_STEP ** max(0, steps - TRUSTED_STEPS))
         return trust * (activate_s + return_s), trust * return_s
+
+
+def _rounded(seconds: float) -> float:
+    """To two digits: a mean that moves by less changes no decision, but all replays would have to be made again for it."""
+    return float(f"{seconds:.2g}")
 
 
 def _wrong_costs(profile: WorkloadProfile) -> str:

@@ -25,7 +25,7 @@ from services.decision_engine.choose import (
 )
 from services.decision_engine.correct import Counts
 from services.decision_engine.makespan import borrowing_pays
-from services.decision_engine.predict import Evidence, Limits
+from services.decision_engine.predict_evidence import Evidence, Limits
 from services.decision_engine.stakes import MARGIN, Stakes
 from services.jobfile import parse_policy
 from services.profile import profile_of

@@ -14,7 +14,7 @@ from itertools import pairwise
 
 import msgspec
 
-from services.decision_engine.predict_replay import Machine, Turns
+from services.decision_engine.predict_model import Machine, Turns
 
 PHASES = 10
 ITERATIONS = 12

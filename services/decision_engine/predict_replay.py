@@ -15,133 +15,25 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from typing import Final
 
-import msgspec
+from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, Replayed, Turns
 
-Turns = Sequence[tuple[int, int, float, int]]
-"""A trajectory: for each turn the new prompt tokens, the tokens of the reply, the environment's seconds after it; and how many turns
-it stands for: where there are too many to replay, consecutive ones are taken together (`merged`)."""
-
-SLACK = 1e-9
-SHIFTS = 16
-"""Orders in which a batch's trajectories are taken to start, where only how long its last ones last is asked."""
-GOLDEN = 0.6180339887498949
-SILVER = 0.4142135623730951
-
-
-class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker needs. Seconds, tokens."""
-
-    fixed_s: float  # A: an iteration's, whatever it holds
-    kv_s: float  # per context token of the sequences that decode in it
-    prefill_s: float  # t_prefill
-    transfer_s: float  # KV of a token, from a prefill worker to a decode worker
-    capacity: float  # tokens of KV cache
-    chunk: int  # prompt tokens computed in one iteration
-    max_running: int  # requests decoded together
-    tokens_per_request: int = 4096  # the router takes a cached prefix of so many tokens for worth one more request
-    fused: bool = True  # an iteration has its fixed part whatever is in it; else only where something decodes
-    missed: float = 0.0  # share of turns whose prefix no cache has, though nothing evicted it: the agent rewrote it
-
-
-class Grow(msgspec.Struct, frozen=True):
-    """More workers while the batch runs: `delay_s` after no more than `remaining` trajectories are left."""
-
-    remaining: int
-    delay_s: float
-    prefill: int
-    decode: int
-    colocated: int
-
-
-class Replayed(msgspec.Struct, frozen=True):
-    """Seconds from the start: the end of the batch, of each trajectory in order; and when only `Grow.remaining` were left."""
-
-    makespan_s: float
-    ends_s: tuple[float, ...]
-    left_s: float = 0.0
-    computed: float = 0.0  # prompt tokens that were computed
-
-
-class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """How batches follow one another: `size` trajectories in groups that start together, at most `in_flight` at once, and none of
-    a batch before all but `ahead - 1` of the earlier ones are trained, in `train_s` seconds each."""
-
-    size: int
-    group: int
-    in_flight: int
-    ahead: int
-    train_s: float
-
-
-class Flowed(msgspec.Struct, frozen=True):
-    """Seconds from the start: when each batch's training began, and when each of its trajectories started and ended."""
-
-    begun_s: tuple[float, ...]
-    starts_s: tuple[tuple[float, ...], ...]
-    ends_s: tuple[tuple[float, ...], ...]
-
-    @property
-    def period_s(self) -> float:
-        """Seconds a batch."""
-        return self.begun_s[-1] / len(self.begun_s) if self.begun_s else 0.0
-
-    @property
-    def stay_s(self) -> float:
-        """Seconds a trajectory: how fast work goes on, whatever a batch waits for."""
-        count = sum(len(batch) for batch in self.ends_s)
-        stays = sum(sum(ends) - sum(starts) for starts, ends in zip(self.starts_s, self.ends_s, strict=True))
-        return stays / count if count else 0.0
-
-    def left_s(self, remaining: int) -> float:
-        """Expected seconds to a batch's end, seen at any moment while so many of its trajectories were left: the longer they were left
-        alone, the more likely is one to see them so. Of a batch of which all are left: the whole.
-
-        A batch's last ones are few, and which trajectory starts last is chance: each batch counts with its trajectories in `SHIFTS`
-        orders of starting.
-        """
-        total, weight = 0.0, 0.0
-        for starts, ends in zip(self.starts_s, self.ends_s, strict=True):
-            stays = [end - start for start, end in zip(starts, ends, strict=True)]
-            size = len(stays)
-            done = size - min(max(1, remaining), size)
-            for shift in range(min(SHIFTS, size)):
-                first = shift * size // min(SHIFTS, size)
-                turned = stays[first:] + stays[:first]
-                made = sorted([start + stay for start, stay in zip(starts, turned, strict=True)])
-                from_s, until_s = made[done - 1] if done else made[0], made[done]
-                total += (until_s - from_s) * (made[-1] - (from_s + until_s) / 2)
-                weight += until_s - from_s
-        return (
-            total / weight
-            if weight > 0
-            else max(
-                (ends[-1] - starts[0] for starts, ends in zip(self.starts_s, self.ends_s, strict=True)), default=0.0
-            )
-        )
+SLACK: Final = 1e-9
+NEVER: Final = float("inf")
+GOLDEN: Final = 0.6180339887498949
+SILVER: Final = 0.4142135623730951
+TURN, WORKER, ARRIVAL, GROW = range(4)
+"""Kinds of events."""
 
 
 class _Worker:
     """`clock`: tokens that each decoding sequence has made here since the start."""
 
     __slots__ = (
-        "at_s",
-        "cached",
-        "cached_tokens",
-        "clock",
-        "ends",
-        "group",
-        "group_end_s",
-        "kv",
-        "link_s",
-        "load",
-        "prefills",
-        "prompts",
-        "rate",
-        "stamp",
-        "used",
-        "waiting",
-    )
+        "at_s", "cached", "cached_tokens", "clock", "due_s", "ends", "group", "group_end_s", "kv", "link_s", "load", "prefills",
+        "prompts", "queued_s", "rate", "stamp", "tie", "used", "waiting",
+    )  # fmt: skip
 
     def __init__(self, prefills: bool = False) -> None:
         self.prefills = prefills
@@ -159,11 +51,18 @@ class _Worker:
         self.used = 0.0  # tokens of running sessions
         self.load = 0
         self.link_s = 0.0
+        self.due_s = 0.0  # something happens here then, in the order of `tie`
+        self.tie = 0
+        self.queued_s = NEVER  # the one event that counts is that of `stamp`, no later than what is due
         self.stamp = 0
 
 
 class _Run:
-    """One replay. Sessions are indices of `batch`."""
+    """One replay. Sessions are indices of `batch`.
+
+    Thousands of events in some hundredths of a second: what is called for each of them holds its attributes in variables, and what
+    a worker does next is one event, moved only when something is due earlier.
+    """
 
     def __init__(self, batch: Sequence[Turns], machine: Machine, prefill: int, decode: int) -> None:
         self.machine = machine
@@ -173,6 +72,8 @@ class _Run:
         self.decoders = [_Worker() for _ in range(decode)]
         count = len(batch)
         self.turn = [0] * count
+        self.now_turn: list[tuple[int, int, float, int]] = [(0, 0, 0.0, 1)] * count
+        self.rewritten = [False] * count  # the turn's prefix is a new one: spread evenly over sessions and turns
         self.context = [0.0] * count
         self.held = [0.0] * count  # tokens that a session has of its decoder's `used`
         self.home: list[_Worker | None] = [None] * count
@@ -184,62 +85,71 @@ class _Run:
         self.ends_s: list[float] = []
         self.computed = 0.0
 
-    # kinds of events
-    TURN, WORKER, ARRIVAL, GROW = range(4)
-
-    def push(self, at_s: float, kind: int, value: int, worker: _Worker | None = None) -> None:
+    def push(self, at_s: float, kind: int, value: int) -> None:
         self.ties += 1
-        heapq.heappush(self.events, (at_s, self.ties, kind, value, worker))
+        heapq.heappush(self.events, (at_s, self.ties, kind, value, None))
+
+    def next(self) -> tuple[float, int, int] | None:
+        """(now, kind, session) of the next event that is no worker's own. None: nothing happens any more."""
+        events = self.events
+        while events:
+            now, tie, kind, value, worker = heapq.heappop(events)
+            if worker is None:
+                return now, kind, value
+            if worker.stamp != value:
+                continue  # something was due earlier
+            if worker.tie != tie:  # put off since
+                heapq.heappush(events, (worker.due_s, worker.tie, WORKER, value, worker))
+                worker.queued_s = worker.due_s
+                continue
+            worker.queued_s = NEVER
+            self.progress(worker, now)
+            self.settle(worker, now)
+        return None
 
     def run(self, in_flight: int, grow: Grow | None) -> Replayed:
-        batch, events = self.batch, self.events
+        batch = self.batch
         count = len(batch)
         started = min(in_flight, count)
         left_s = -1.0
         for session in range(started):
-            self.push(0.0, self.TURN, session)
+            self.push(0.0, TURN, session)
         if grow is not None and grow.remaining >= count:
             left_s = 0.0
-            self.push(grow.delay_s, self.GROW, 0)
-        now = 0.0
-        while events:
-            now, _, kind, value, worker = heapq.heappop(events)
-            if worker is not None and worker.stamp != value:
-                continue  # the worker has been looked at since
-            if kind == self.GROW:
+            self.push(grow.delay_s, GROW, 0)
+        while (event := self.next()) is not None:
+            now, kind, session = event
+            if kind == GROW:
                 if grow is not None:
                     self.add(grow)
-            elif self.happens(kind, value, worker, now):
+            elif self.happens(kind, session, now):
                 self.ends_s.append(now)
                 if started < count:
-                    self.push(now, self.TURN, started)
+                    self.push(now, TURN, started)
                     started += 1
                 if grow is not None and left_s < 0 and count - len(self.ends_s) <= grow.remaining:
                     left_s = now
-                    self.push(now + grow.delay_s, self.GROW, 0)
+                    self.push(now + grow.delay_s, GROW, 0)
         return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0), self.computed)
 
-    def happens(self, kind: int, value: int, worker: _Worker | None, now: float) -> bool:
+    def happens(self, kind: int, session: int, now: float) -> bool:
         """Whether a trajectory ended with it."""
-        if kind == self.WORKER:
-            assert worker is not None
-            self.progress(worker, now)
-            self.settle(worker, now)
-        elif kind == self.TURN:
-            if self.turn[value] >= len(self.batch[value]):
+        if kind == TURN:
+            if self.turn[session] >= len(self.batch[session]):
                 return True
-            self.request(value, now)
-        else:
-            home = self.home[value]
-            assert home is not None
-            self.progress(home, now)
-            self.join(home, value)
-            self.settle(home, now)
+            self.request(session, now)
+            return False
+        home = self.home[session]
+        assert home is not None
+        self.progress(home, now)
+        heapq.heappush(home.ends, (home.clock + max(self.now_turn[session][1] - 1, 0), session))
+        home.kv += self.context[session]
+        self.settle(home, now)
         return False
 
     def flow(self, pipeline: Pipeline) -> Flowed:
         """Sessions are those of batch after batch."""
-        size, group, events = pipeline.size, pipeline.group, self.events
+        size, group = pipeline.size, pipeline.group
         count = len(self.batch) // size
         starts = [0.0] * (count * size)
         ends = [0.0] * (count * size)
@@ -247,33 +157,28 @@ class _Run:
         begun: list[float] = []
         trained, running, started = 0, 0, 0
         now, free_s = 0.0, 0.0
+        most = max(pipeline.in_flight, size)  # at least one batch fits, or none could be completed
         while True:
-            # At least one batch fits, or none could be completed.
-            while (
-                started < count * size
-                and started // size < trained + pipeline.ahead
-                and running + group <= max(pipeline.in_flight, size)
-            ):
+            while started < count * size and started // size < trained + pipeline.ahead and running + group <= most:
                 for session in range(started, started + group):
                     starts[session] = now
-                    self.push(now, self.TURN, session)
+                    self.push(now, TURN, session)
                 started += group
                 running += group
-            if not events:
+            event = self.next()
+            if event is None:
                 break
-            now, _, kind, value, worker = heapq.heappop(events)
-            if worker is not None and worker.stamp != value:
-                continue
-            if kind == self.GROW:
+            now, kind, session = event
+            if kind == GROW:
                 trained += 1
-            elif self.happens(kind, value, worker, now):
+            elif self.happens(kind, session, now):
                 running -= 1
-                ends[value] = now
-                left[value // size] -= 1
+                ends[session] = now
+                left[session // size] -= 1
                 while len(begun) < count and not left[len(begun)]:
                     begun.append(max(now, free_s))
                     free_s = begun[-1] + pipeline.train_s
-                    self.push(free_s, self.GROW, 0)
+                    self.push(free_s, GROW, 0)
         batches = range(0, count * size, size)
         return Flowed(
             tuple(begun),
@@ -289,10 +194,13 @@ class _Run:
 
     def request(self, session: int, now: float) -> None:
         """The next turn's prompt is there: place it, as the router does, and let it in."""
-        self.context[session] += self.batch[session][self.turn[session]][0]
-        home = self.place(self.decoders, self.home[session], self.context[session])
-        if home is not self.home[session]:
-            self.home[session] = home
+        number = self.turn[session]
+        turn = self.now_turn[session] = self.batch[session][number]
+        missed = self.machine.missed
+        if missed > 0:
+            self.rewritten[session] = (session * GOLDEN + number * SILVER) % 1.0 < missed
+        context = self.context[session] = self.context[session] + turn[0]
+        home = self.home[session] = self.place(self.decoders, self.home[session], context)
         home.load += 1
         ended = self.progress(home, now)
         home.waiting.append(session)
@@ -302,34 +210,42 @@ class _Run:
             self.settle(home, now)
 
     def place(self, workers: list[_Worker], last: _Worker | None, context: float) -> _Worker:
+        worth = 0.0
+        if last is not None:
+            worth = min(self.machine.max_running // 2, 1 + context // self.machine.tokens_per_request)
+            if last.load <= worth:
+                return last
         least = workers[0]
+        lowest = least.load
         for worker in workers:
-            if worker.load < least.load:
-                least = worker
+            if worker.load < lowest:
+                least, lowest = worker, worker.load
         if last is None:
             return least
-        worth = min(self.machine.max_running // 2, 1 + context // self.machine.tokens_per_request)
-        return last if last.load <= least.load + worth else least
+        return last if last.load <= lowest + worth else least
 
     def admit(self, home: _Worker, now: float) -> None:
         """Let waiting requests in while there is room in the batch and in the KV cache, evicting what is not in use."""
-        machine = self.machine
-        while home.waiting:
-            session = home.waiting[0]
+        machine, waiting, cached = self.machine, home.waiting, home.cached
+        capacity = machine.capacity
+        while waiting:
+            session = waiting[0]
             need = self.context[session]
-            running = len(home.ends) + len(home.prompts) + len(home.group)
-            if home.used > 0 and (running >= machine.max_running or home.used + need > machine.capacity):
+            used = home.used
+            if used > 0 and (
+                used + need > capacity or len(home.ends) + len(home.prompts) + len(home.group) >= machine.max_running
+            ):
                 return
-            home.waiting.popleft()
-            known = home.cached.pop(session, 0.0)
+            waiting.popleft()
+            known = cached.pop(session, 0.0)
             home.cached_tokens -= known
             parts = 1
-            if self.rewritten(session):
-                known, parts = 0.0, self.batch[session][self.turn[session]][3]
-            home.used += need
+            if self.rewritten[session]:
+                known, parts = 0.0, self.now_turn[session][3]
+            used = home.used = used + need
             self.held[session] = need
-            while home.cached_tokens > 0 and home.used + home.cached_tokens > machine.capacity:
-                _, gone = home.cached.popitem(last=False)
+            while home.cached_tokens > 0 and used + home.cached_tokens > capacity:
+                _, gone = cached.popitem(last=False)
                 home.cached_tokens -= gone
             missing = max(1.0, parts * (need - known))
             if self.disaggregated:
@@ -339,65 +255,57 @@ class _Run:
                 self.computed += missing
                 home.prompts.append((session, missing))
 
-    def rewritten(self, session: int) -> bool:
-        """Whether this turn's prefix is a new one: spread evenly over sessions and turns."""
-        missed = self.machine.missed
-        return missed > 0 and (session * GOLDEN + self.turn[session] * SILVER) % 1.0 < missed
-
     def prefill(self, session: int, now: float) -> None:
         """On a prefill worker, which knows the session's earlier prompts but not what was replied to the last one."""
-        source = self.place(self.prefillers, self.source[session], self.context[session])
-        self.source[session] = source
+        context = self.context[session]
+        source = self.source[session] = self.place(self.prefillers, self.source[session], context)
         self.begun_s[session] = now
         source.load += 1
         ended = self.progress(source, now)
         known = source.cached.pop(session, 0.0)
         source.cached_tokens -= known
         parts = 1
-        if self.rewritten(session):
-            known, parts = 0.0, self.batch[session][self.turn[session]][3]
-        missing = max(1.0, parts * (self.context[session] - known))
+        if self.rewritten[session]:
+            known, parts = 0.0, self.now_turn[session][3]
+        missing = max(1.0, parts * (context - known))
         self.computed += missing
         source.prompts.append((session, missing))
         if ended or not source.group:
             self.settle(source, now)
 
-    def join(self, home: _Worker, session: int) -> None:
-        """Its prompt is computed, with the first token: it decodes the others."""
-        reply = self.batch[session][self.turn[session]][1]
-        heapq.heappush(home.ends, (home.clock + max(reply - 1, 0), session))
-        home.kv += self.context[session]
-
     # ---- a worker ----
 
     def progress(self, worker: _Worker, now: float) -> bool:
         """Up to now: tokens that were made, replies and prompts that are complete. Whether any are."""
+        ended = False
         ends = worker.ends
-        elapsed = now - worker.at_s
-        if elapsed > 0:
-            worker.at_s = now
-            if ends:
+        if ends:
+            elapsed = now - worker.at_s
+            if elapsed > 0:
                 tokens = elapsed * worker.rate
                 worker.clock += tokens
                 worker.kv += tokens * len(ends)
-        ended = False
-        while ends and ends[0][0] <= worker.clock + 1e-6:
-            _, session = heapq.heappop(ends)
-            self.replied(worker, session, now)
-            ended = True
-        if worker.group and worker.group_end_s <= now + SLACK:
-            group, worker.group = worker.group, []
+            made = worker.clock + 1e-6
+            while ends and ends[0][0] <= made:
+                self.replied(worker, heapq.heappop(ends)[1], now)
+                ended = True
+        worker.at_s = now
+        group = worker.group
+        if group and worker.group_end_s <= now + SLACK:
+            worker.group = []
             ended = True
             if worker.prefills:
                 for session in group:
                     self.handed_over(worker, session, now)
             else:
-                for session in group:
-                    self.join(worker, session)
+                context, clock = self.context, worker.clock
+                for session in group:  # its prompt is computed, with the first token: it decodes the others
+                    heapq.heappush(ends, (clock + max(self.now_turn[session][1] - 1, 0), session))
+                    worker.kv += context[session]
         return ended
 
     def replied(self, home: _Worker, session: int, now: float) -> None:
-        _, reply, env_s, _ = self.batch[session][self.turn[session]]
+        _, reply, env_s, _ = self.now_turn[session]
         context = self.context[session] + reply
         home.kv -= context - 1
         home.load -= 1
@@ -406,72 +314,74 @@ class _Run:
         home.cached[session] = context
         home.cached_tokens += context
         self.turn[session] += 1
-        self.push(now + env_s, self.TURN, session)
+        self.ties += 1
+        heapq.heappush(self.events, (now + env_s, self.ties, TURN, session, None))
         if home.waiting:
             self.admit(home, now)
 
     def handed_over(self, source: _Worker, session: int, now: float) -> None:
         """What the decoder lacks goes over the worker's link, most of it while the rest was computed."""
-        machine = self.machine
+        machine, cached = self.machine, source.cached
         source.load -= 1
         context = self.context[session]
-        source.cached[session] = context
+        cached[session] = context
         source.cached_tokens += context
-        while source.cached_tokens > machine.capacity and len(source.cached) > 1:
-            _, gone = source.cached.popitem(last=False)
+        while source.cached_tokens > machine.capacity and len(cached) > 1:
+            _, gone = cached.popitem(last=False)
             source.cached_tokens -= gone
         lacking = self.lacking[session]
-        source.link_s = max(source.link_s, self.begun_s[session]) + lacking * machine.transfer_s
-        tail_s = min(lacking, machine.chunk) * machine.transfer_s
-        self.push(max(now + tail_s, source.link_s), self.ARRIVAL, session)
+        link_s = source.link_s = max(source.link_s, self.begun_s[session]) + lacking * machine.transfer_s
+        there_s = now + min(lacking, machine.chunk) * machine.transfer_s
+        self.ties += 1
+        heapq.heappush(self.events, (max(there_s, link_s), self.ties, ARRIVAL, session, None))
 
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
-        machine, ends = self.machine, worker.ends
-        iteration_s = machine.kv_s * worker.kv if worker.kv > 0 else 0.0
+        machine, ends, kv = self.machine, worker.ends, worker.kv
+        iteration_s = machine.kv_s * kv if kv > 0 else 0.0
         if ends or machine.fused:
             iteration_s += machine.fixed_s
-        if not worker.group and worker.prompts:
-            tokens, iterations = 0.0, 1
-            prompts, batch, chunk = worker.prompts, self.batch, machine.chunk
-            while prompts and (not tokens or tokens + prompts[0][1] <= chunk):
-                session, more = prompts.popleft()
-                tokens += more
-                worker.group.append(session)
-                parts = batch[session][self.turn[session]][3]
-                if parts > iterations:
-                    iterations = parts
-            chunks = -int(-tokens // chunk)
-            if chunks > iterations:
-                iterations = chunks
-            took_s = iterations * iteration_s + tokens * machine.prefill_s
-            worker.group_end_s = now + took_s
-            worker.rate = iterations / took_s if took_s > 0 else 1e12
-        elif not worker.group:
-            worker.rate = 1 / iteration_s if iteration_s > 0 else 1e12
+        if not worker.group:
+            if worker.prompts:
+                self.begin(worker, iteration_s, now)
+            else:
+                worker.rate = 1 / iteration_s if iteration_s > 0 else 1e12
         due = worker.group_end_s if worker.group else -1.0
         if ends:
             left = ends[0][0] - worker.clock
             first = now + left / worker.rate if left > 0 else now
             if due < 0 or first < due:
                 due = first
-        worker.stamp += 1
-        if due >= 0:
-            self.ties += 1
-            heapq.heappush(self.events, (due if due > now else now, self.ties, self.WORKER, worker.stamp, worker))
+        if due < 0:
+            worker.stamp += 1
+            worker.queued_s = NEVER
+            return
+        if due < now:
+            due = now
+        self.ties += 1
+        worker.due_s, worker.tie = due, self.ties
+        if due < worker.queued_s:
+            worker.stamp += 1
+            worker.queued_s = due
+            heapq.heappush(self.events, (due, self.ties, WORKER, worker.stamp, worker))
 
-
-def merged(turns: Turns, parts: int) -> Turns:
-    """The same trajectory in turns that stand for `parts` consecutive ones each: the same sums, fewer events."""
-    if parts <= 1:
-        return turns
-    found: list[tuple[int, int, float, int]] = []
-    for at in range(0, len(turns), parts):
-        span = turns[at : at + parts]
-        found.append(
-            (sum(t[0] for t in span), sum(t[1] for t in span), sum(t[2] for t in span), sum(t[3] for t in span))
-        )
-    return tuple(found)
+    def begin(self, worker: _Worker, iteration_s: float, now: float) -> None:
+        """Waiting prompts that one chunk holds are computed together."""
+        prompts, chunk, group = worker.prompts, self.machine.chunk, worker.group
+        tokens, iterations = 0.0, 1
+        while prompts and (not tokens or tokens + prompts[0][1] <= chunk):
+            session, more = prompts.popleft()
+            tokens += more
+            group.append(session)
+            parts = self.now_turn[session][3]
+            if parts > iterations:
+                iterations = parts
+        chunks = -int(-tokens // chunk)
+        if chunks > iterations:
+            iterations = chunks
+        took_s = iterations * iteration_s + tokens * self.machine.prefill_s
+        worker.group_end_s = now + took_s
+        worker.rate = iterations / took_s if took_s > 0 else 1e12
 
 
 def replay(

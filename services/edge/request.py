@@ -39,6 +39,7 @@ from services.runtime.log import get_logger
 
 __all__ = [
     "Interruption",
+    "NoTokenError",
     "OnInterruption",
     "OnTokens",
     "PolicyMovedError",
@@ -70,6 +71,10 @@ class PolicyMovedError(RequestFailedError):
     """The policy became newer than the request allows."""
 
 
+class NoTokenError(RequestFailedError):
+    """There was no first token within the request's `queue_ms`."""
+
+
 class TableReplica(Protocol):
     """What is needed of a replica of the role table."""
 
@@ -85,6 +90,9 @@ OnTokens = Callable[[RequestState], int | None]
 AskRouter = Callable[[AssignRequest], Assignment | NotNow]
 """A router in the same process, which is asked without a message."""
 
+TellRouter = Callable[[Assignment], None]
+"""The same is told that an attempt which it placed has ended, however it did."""
+
 
 class _Running:
     """A request that runs here: its state, what its events asked for, and who waits for that."""
@@ -92,6 +100,7 @@ class _Running:
     def __init__(self, state: RequestState, on_tokens: OnTokens | None = None) -> None:
         self.state = state
         self.on_tokens = on_tokens
+        self.placed: Assignment | None = None  # of the attempt whose end the router was not told of
         self.effects: list[Effect] = []
         self.wake: asyncio.Future[None] | None = None
 
@@ -124,6 +133,7 @@ class RequestEdge:
         replica: TableReplica | None = None,
         make_state: type[RequestState] = RequestState,
         ask_router: AskRouter | None = None,
+        tell_router: TellRouter | None = None,
     ) -> None:
         """`make_state`: what holds a request (a subclass may watch it)."""
         self.late_chunks = 0  # of attempts that are no longer wanted
@@ -135,6 +145,8 @@ class RequestEdge:
         self._replica = replica
         self._make_state = make_state
         self._ask_router = ask_router
+        self._tell_router = tell_router
+        self._loop: asyncio.AbstractEventLoop  # since `start`; asking for it costs a system call each time
         self._running: dict[str, _Running] = {}
         self._subscription: Subscription | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -146,8 +158,9 @@ class RequestEdge:
 
     async def start(self) -> None:
         """Subscribe; requests may follow."""
+        self._loop = asyncio.get_running_loop()
         self._subscription = await self._bus.subscribe(self._reply_to)
-        self._reader = asyncio.create_task(self._read(self._subscription), name="request-edge")
+        self._reader = self._loop.create_task(self._read(self._subscription), name="request-edge")
 
     async def stop(self) -> None:
         """Stop reading. Requests that still run must have been cancelled."""
@@ -171,24 +184,26 @@ class RequestEdge:
         RequestFailedError. Cancelling the caller cancels the attempt.
         """
         assert spec.request not in self._running, f"request {spec.request} runs here already"
-        loop = asyncio.get_running_loop()
         made = self._make_state(spec, reply_to=self._reply_to, silence_ms=self._silence_ms)
         running = _Running(made, on_tokens)
         state = running.state
         self._running[spec.request] = running
         try:
-            running.effects += state.begin(loop.time() * 1000)
+            running.effects += state.begin(self._now_ms())
             while True:
                 while running.effects:
                     await self._execute(running, running.effects.pop(0), on_interruption)
                 if state.reply is not None:
                     return state.reply
                 if state.failed:
-                    kind = PolicyMovedError if state.moved else RequestFailedError
+                    kind = RequestFailedError
+                    if state.moved or state.overdue:
+                        kind = PolicyMovedError if state.moved else NoTokenError
                     raise kind(f"request {spec.request}: {state.failed}")
-                await _wait(running, loop)
+                await self._wait(running)
         finally:
             del self._running[spec.request]
+            self._attempt_ended(running)
             self.late_chunks += state.late
             cancel = state.cancellation()
             if cancel is not None:
@@ -208,14 +223,17 @@ class RequestEdge:
     async def _execute(self, running: _Running, effect: Effect, on_interruption: OnInterruption) -> None:
         match effect:
             case Ask():
+                self._attempt_ended(running)
                 answer = await self._ask(effect.message)
+                if isinstance(answer, Assignment):
+                    running.placed = answer
                 table = self._replica.table if self._replica is not None else None
                 if table is not None and isinstance(answer, Assignment) and _assigned_lost(table, answer):
                     # The router has not seen this table yet.
                     answer = NotNow(
                         request=answer.request, attempt=answer.attempt, retry_after_ms=BARREN_MS, reason="worker gone"
                     )
-                running.take(answer, _now_ms())
+                running.take(answer, self._now_ms())
             case Run():
                 for message in effect.messages:
                     # One that is lost, here or later, shows as silence.
@@ -224,6 +242,11 @@ class RequestEdge:
                 await self._cancel(effect)
             case Journal():
                 await on_interruption(effect.interruption)
+
+    def _attempt_ended(self, running: _Running) -> None:
+        if running.placed is not None and self._tell_router is not None:
+            self._tell_router(running.placed)
+        running.placed = None
 
     async def _ask(self, message: AssignRequest) -> Assignment | NotNow | NoAnswer:
         if self._ask_router is not None:
@@ -250,10 +273,10 @@ class RequestEdge:
         self._gathered.append((subject, data))
         if not self._gathering:
             self._gathering = True
-            asyncio.get_running_loop().call_later(GATHER_S, self._send_later)
+            self._loop.call_later(GATHER_S, self._send_later)
 
     def _send_later(self) -> None:
-        self._sender = asyncio.get_running_loop().create_task(self._send_gathered(), name="request-edge-send")
+        self._sender = self._loop.create_task(self._send_gathered(), name="request-edge-send")
 
     async def _send_gathered(self) -> None:
         while self._gathered:
@@ -282,18 +305,38 @@ class RequestEdge:
         if running is None:
             self.late_chunks += 1
         else:
-            running.take(chunk, _now_ms())
+            running.take(chunk, self._now_ms())
 
     def _on_table(self, table: RoleTable) -> None:
         lost = [(running, running.state.attempt) for running in self._running.values() if running.state.lost_in(table)]
         if lost:
-            asyncio.get_running_loop().call_later(GONE_GRACE_S, _declare_lost, lost)
+            self._loop.call_later(GONE_GRACE_S, self._declare_lost, lost)
 
+    def _declare_lost(self, lost: Sequence[tuple[_Running, int]]) -> None:
+        for running, attempt in lost:
+            if running.state.attempt == attempt:
+                running.take(WorkerLost(), self._now_ms())
 
-def _declare_lost(lost: Sequence[tuple[_Running, int]]) -> None:
-    for running, attempt in lost:
-        if running.state.attempt == attempt:
-            running.take(WorkerLost(), _now_ms())
+    async def _wait(self, running: _Running) -> None:
+        """Until an event left something to do, or the deadline as it is now; a deadline that moved is waited for again."""
+        due_ms = running.state.due_ms
+        wake: asyncio.Future[None] = self._loop.create_future()
+        running.wake = wake
+        timer = None if due_ms is None else self._loop.call_at(due_ms / 1000, self._elapsed, running, wake)
+        try:
+            await wake
+        finally:
+            running.wake = None
+            if timer is not None:
+                timer.cancel()
+
+    def _elapsed(self, running: _Running, wake: asyncio.Future[None]) -> None:
+        running.take(Elapsed(), self._now_ms() + 1)  # timers may fire a clock's resolution early
+        if not wake.done():
+            wake.set_result(None)
+
+    def _now_ms(self) -> float:
+        return self._loop.time() * 1000
 
 
 def _assigned_lost(table: RoleTable, held: Assignment) -> bool:
@@ -301,27 +344,3 @@ def _assigned_lost(table: RoleTable, held: Assignment) -> bool:
         held.prefill_worker != ""
         and is_lost(table, held.prefill_worker, held.prefill_incarnation, held.prefill_role_generation)
     )
-
-
-def _now_ms() -> float:
-    return asyncio.get_running_loop().time() * 1000
-
-
-async def _wait(running: _Running, loop: asyncio.AbstractEventLoop) -> None:
-    """Until an event left something to do, or the deadline as it is now; a deadline that moved is waited for again."""
-    deadline = running.state.deadline_ms
-    wake: asyncio.Future[None] = loop.create_future()
-    running.wake = wake
-    timer = None if deadline is None else loop.call_at(deadline / 1000, _elapsed, running, wake)
-    try:
-        await wake
-    finally:
-        running.wake = None
-        if timer is not None:
-            timer.cancel()
-
-
-def _elapsed(running: _Running, wake: asyncio.Future[None]) -> None:
-    running.take(Elapsed(), _now_ms() + 1)  # timers may fire a clock's resolution early
-    if not wake.done():
-        wake.set_result(None)

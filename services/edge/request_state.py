@@ -47,6 +47,7 @@ class RequestSpec(msgspec.Struct, frozen=True, kw_only=True):
     last_worker: str = ""
     max_version: int = -1  # no token of a newer policy is taken: the request fails then; -1: any
     hold_ms: int = 0  # how long the worker may hold tokens back, so that chunks are fewer
+    queue_ms: float = 0.0  # without a first token for so long the request fails; 0: it waits as long as it takes
 
 
 class Reply(msgspec.Struct, frozen=True, kw_only=True):
@@ -135,8 +136,9 @@ class RequestState:
         self.spec = spec
         self.reply: Reply | None = None
         self.failed = ""
+        self.overdue = False  # failed because of `queue_ms`
         self.moved = False  # failed because the policy is newer than `max_version` by now
-        self.deadline_ms: float | None = None  # when to step with Elapsed
+        self.deadline_ms: float | None = None  # of the attempt, or of a pause
         self.assignment: Assignment | None = None  # of the attempt that is outstanding
         self.attempt = 1
         self.tokens: list[int] = []
@@ -149,12 +151,15 @@ class RequestState:
         self._avoid: tuple[str, ...] = ()
         self._last_worker = spec.last_worker
         self._barren = self._unanswered = 0  # in a row
+        self._first_by_ms = math.inf
         self._began_ms = self._first_ms = self._last_ms = 0.0
         self._cached = 0
 
     def begin(self, now_ms: float) -> tuple[Effect, ...]:
         """The first thing to do."""
         self._began_ms = now_ms
+        if self.spec.queue_ms:
+            self._first_by_ms = now_ms + self.spec.queue_ms
         return self._ask()
 
     def step(self, event: Event, now_ms: float) -> tuple[Effect, ...]:
@@ -177,9 +182,18 @@ class RequestState:
             case WorkerLost():
                 return self._interrupted("worker_gone", now_ms) if self.assignment is not None else ()
             case Elapsed():
+                if not self.tokens and now_ms >= self._first_by_ms:
+                    return self._overdue()
                 if self.deadline_ms is None or now_ms < self.deadline_ms:
                     return ()
                 return self._interrupted("silence", now_ms) if self.assignment is not None else self._ask()
+
+    @property
+    def due_ms(self) -> float | None:
+        """When to step with Elapsed at the latest."""
+        if self.tokens or self._first_by_ms == math.inf:
+            return self.deadline_ms
+        return self._first_by_ms if self.deadline_ms is None else min(self.deadline_ms, self._first_by_ms)
 
     @property
     def logprobs(self) -> list[float]:
@@ -440,6 +454,13 @@ class RequestState:
             queue_s=max(0.0, self._first_ms - self._began_ms) / 1000 if self.tokens else 0.0,
             decode_s=(self._last_ms - self._first_ms) / 1000,
         )
+
+    def _overdue(self) -> tuple[Effect, ...]:
+        cancel = self.cancellation()
+        self.assignment = self.deadline_ms = None
+        self.overdue = True
+        self.failed = f"no token within {self.spec.queue_ms / 1000:g} s"
+        return (cancel,) if cancel is not None else ()
 
     def _moved(self, version: PolicyVersion) -> tuple[Effect, ...]:
         """Weights were swapped under a request that wants no newer ones."""

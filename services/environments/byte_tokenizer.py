@@ -55,4 +55,8 @@ class ByteTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text, special tokens left out; bytes that are no UTF-8 read as U+FFFD."""
-        return bytes(index for index in ids if 0 <= index < 256).decode("utf-8", "replace")
+        try:
+            found = bytes(ids)
+        except ValueError:  # special tokens, or ids of no token, among them
+            found = bytes(index for index in ids if 0 <= index < 256)
+        return found.decode("utf-8", "replace")

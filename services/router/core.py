@@ -6,7 +6,7 @@ checkpointed. The same calls in the same order give the same answers, which is w
 
 A request goes to the worker that holds its session's prefix unless that one is clearly more loaded, else to the least
 loaded. "Clearly" grows with the context that would be prefilled again. Load is what the last heartbeat said plus what
-was assigned here since; other routers' assignments show in the next heartbeat.
+was assigned here since, less what ended since where that is known; other routers' assignments show in the next heartbeat.
 
 Disaggregated (paper 4.2), that holds for either side: a prefill worker that has the session's prompts of earlier turns
 computes only what is new, as the planner's model of it assumes.
@@ -43,11 +43,11 @@ class Seat:
         self.row = row
         self.incarnation = row.incarnation
         self.heard = 0  # running and queued, from the last heartbeat
-        self.assigned = 0  # by this router since that heartbeat
+        self.assigned = 0  # by this router since that heartbeat, less those known to have ended since
 
     @property
     def load(self) -> int:
-        return self.heard + self.assigned
+        return max(0, self.heard + self.assigned)
 
 
 class RouterCore:
@@ -63,6 +63,7 @@ class RouterCore:
         self._seats: dict[str, Seat] = {}
         self._decoders: list[Seat] = []  # colocated and decode workers, which a request can run on
         self._prefillers: list[Seat] = []
+        self._versions: frozenset[int] = frozenset()  # of the prefill workers
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # -> decode or colocated, prefill worker
         self._paused_by = ""
         self._paused_since_ms = 0
@@ -82,6 +83,7 @@ class RouterCore:
         seats = self._seats.values()
         self._decoders = [seat for seat in seats if seat.row.role in (Role.COLOCATED, Role.DECODE)]
         self._prefillers = [seat for seat in seats if seat.row.role is Role.PREFILL]
+        self._versions = frozenset(seat.row.version for seat in self._prefillers)
         paused_by = table.admission_paused or ""
         if paused_by != self._paused_by:
             self._paused_by, self._paused_since_ms = paused_by, now_ms
@@ -126,6 +128,16 @@ class RouterCore:
             return self._not_now(request, self.config.full_retry_ms, "all prefill workers full")
         return self._place(request, seat, prefiller)
 
+    def on_end(self, held: Assignment) -> None:
+        """An attempt that was placed here has ended, as an edge in this process says; heartbeats say it of the others.
+
+        Without it a worker would take `most_in_flight` requests a heartbeat at most, however short they are. Of the prefill
+        worker nothing is said: its part ended long before.
+        """
+        seat = self._seats.get(held.worker)
+        if seat is not None and seat.incarnation == held.incarnation:
+            seat.assigned -= 1
+
     def _affine(self, request: AssignRequest) -> Seat | None:
         """The worker that holds the session's prefix, as the client says, or as far as we remember."""
         worker = request.last_worker or self._sessions.get(request.trajectory, ("", ""))[0]
@@ -142,7 +154,7 @@ class RouterCore:
     def _able(self, request: AssignRequest, affine: Seat | None) -> list[Seat]:
         """Workers that may run the request: at its version, decode workers only with a prefill worker of theirs."""
         oldest, newest = request.min_version, request.max_version
-        versions = frozenset(seat.row.version for seat in self._prefillers)
+        versions = self._versions
         able = [
             seat
             for seat in self._decoders
@@ -162,7 +174,8 @@ class RouterCore:
         same = [seat for seat in self._prefillers if seat.row.version == version]
         able = [seat for seat in same if seat.row.worker not in request.avoid] or same
         affine = self._seats.get(self._sessions.get(request.trajectory, ("", ""))[1])
-        free = [seat for seat in able if seat.load < self.config.most_in_flight]
+        most = self.config.most_in_flight
+        free = [seat for seat in able if seat.load < most]
         return self._choose(free, affine, request.context_tokens) if free else None
 
     def _place(self, request: AssignRequest, seat: Seat, prefiller: Seat | None) -> Assignment:

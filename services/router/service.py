@@ -49,7 +49,7 @@ async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:
                     serving,  # an HTTP server and templates: for those who use it
                 )
 
-                await stack.enter_async_context(serving(job, index, replica, router.place))
+                await stack.enter_async_context(serving(job, index, replica, router.place, router.core.on_end))
             await router.run(stop)
     finally:
         await replica.stop()

@@ -58,7 +58,7 @@ class Logger:
         self.log("error", text, action=action, **fields)
 
     def log(self, level: str, text: str, *, action: str = "", **fields: object) -> None:
-        """Write one line. An unknown level counts as "info"."""
+        """Write one line. An unknown level counts as "info". Where it cannot be written (a full disk), nothing else suffers."""
         rank = LEVELS.index(level) if level in LEVELS else 1
         if rank < self._least:
             return
@@ -74,8 +74,9 @@ class Logger:
             **self._fields,
             **fields,
         }
-        sys.stderr.write(self._encoder.encode(line).decode() + "\n")
-        sys.stderr.flush()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.write(self._encoder.encode(line).decode() + "\n")
+            sys.stderr.flush()
 
 
 def get_logger(actor: str, *, least: str = "info") -> Logger:

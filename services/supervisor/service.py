@@ -22,7 +22,7 @@ import msgspec
 import psutil
 
 from services.jobfile import ConfigError, JobFile
-from services.nats_server.process import EmbeddedServer
+from services.nats_server.process import EmbeddedServer, ServerError
 from services.runtime.log import get_logger
 from services.supervisor.roster import ServiceProcess, roster
 
@@ -115,7 +115,13 @@ class Supervisor:
         failures = 0
         while not self._stopping.is_set():
             begun = loop.time()
-            child = await self._spawn(process)
+            try:
+                child = await self._spawn(process)
+            except OSError as error:  # no memory, no descriptor, no room for its log
+                failures += 1
+                self._say(f"{process.name} cannot be started ({error.strerror}); trying again")
+                await self._pause(failures)
+                continue
             self._children[process.name] = child
             self._tell_guard(process.name, child.pid)
             status = await child.wait()
@@ -129,14 +135,23 @@ class Supervisor:
                     f"{process.name} refuses its configuration; see {self.log_file(process)}", action="refused"
                 )
             failures = 0 if loop.time() - begun > HEALTHY_S else failures + 1
-            pause = BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
             self.restarts[process.name] = self.restarts.get(process.name, 0) + 1
-            self._on_event(f"{process.name} ended ({_status(status)}); restarting")
+            self._say(f"{process.name} ended ({_status(status)}); restarting")
             self.log.warning(
-                f"{process.name} ended ({_status(status)}), restarting in {pause} s", action="service_restart"
+                f"{process.name} ended ({_status(status)}), restarting in {_backoff_s(failures)} s",
+                action="service_restart",
             )
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._stopping.wait(), pause)
+            await self._pause(failures)
+
+    async def _pause(self, failures: int) -> None:
+        """Before the next try, but not beyond the end."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._stopping.wait(), _backoff_s(failures))
+
+    def _say(self, text: str) -> None:
+        """To whoever started this; where nobody can read it any more, processes are kept all the same."""
+        with contextlib.suppress(OSError, ValueError):
+            self._on_event(text)
 
     async def _spawn(self, process: ServiceProcess) -> asyncio.subprocess.Process:
         with self.log_file(process).open("ab") as log:
@@ -195,20 +210,32 @@ class Supervisor:
         self._guard = None
 
     async def _watch_server(self) -> None:
-        """Restart the embedded NATS server, on the same port and store, when it dies."""
+        """Restart the embedded NATS server, on the same port and store, when it dies; again and again where that fails."""
         assert self.server is not None
+        failures = 0
         while not self._stopping.is_set():
             await self.server.wait_ended()
             if self._stopping.is_set():
                 return
-            self._on_event("nats-server ended; restarting")
+            self._say("nats-server ended; restarting")
             self.log.warning("the NATS server ended; restarting it on the same store", action="nats_restart")
             self.restarts["nats-server"] = self.restarts.get("nats-server", 0) + 1
-            await self.server.start()
+            try:
+                await self.server.start()
+                failures = 0
+            except (ServerError, OSError) as error:
+                failures += 1
+                self._say(f"nats-server does not start, trying again: {error}")
+                self.log.error(f"the NATS server does not start: {error}", action="nats_refused")
+                await self._pause(failures)
 
     def log_file(self, process: ServiceProcess) -> Path:
         """Where a process's output goes."""
         return self.job.run_dir / "logs" / f"{process.name}.log"
+
+
+def _backoff_s(failures: int) -> float:
+    return BACKOFF_S[min(failures, len(BACKOFF_S) - 1)]
 
 
 class _PidFile(msgspec.Struct):

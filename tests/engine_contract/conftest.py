@@ -183,7 +183,7 @@ class _OfSglang(_Made):
     """What is seen of an engine `sglang`, whatever its servers are."""
 
     def idle(self, engine: Any) -> bool:
-        return not (engine._replies or engine._rooms.open)
+        return not (engine._streams.replies or engine._rooms.open)
 
     def under_way(self, prefill: Any, decode: Any) -> bool:
         return any(room.joined.done() for room in prefill._rooms._rooms.values())

@@ -25,13 +25,7 @@ from services.runtime.bus import Bus
 from services.supervisor.service import Supervisor
 from tests.integration.commands import CommandWatch
 
-JOB = """
-[job]
-name = "test"
-data_dir = "{data_dir}"
-seed = {seed}
-[model]
-device = "cpu"
+NODES = """
 [[nodes]]
 name = "reserved"
 zone = "reserved"
@@ -40,6 +34,15 @@ gpus = 2
 name = "spot1"
 zone = "preemptible"
 gpus = 1
+"""
+JOB = f"""
+[job]
+name = "test"
+data_dir = "{{data_dir}}"
+seed = {{seed}}
+[model]
+device = "cpu"
+{NODES}
 [[nodes]]
 name = "train"
 zone = "training"
@@ -47,15 +50,16 @@ gpus = 1
 [pipeline]
 batch_trajectories = 32
 group_size = 8
-train_steps = {steps}
+train_steps = {{steps}}
 keep_journal = true
 [timeouts]
 drain_ms = 2000
 [agent]
 silence_ms = 3000
 task_ack_wait_ms = 4000
-{more}
+{{more}}
 """
+"""What every job of a test has; `NODES` are the rollout's."""
 
 EMULATED = (
     JOB.replace("{more}", "")

@@ -329,7 +329,6 @@ async def test_a_standby_takes_over_after_the_holder_dies_and_epochs_go_on(job: 
         assert await a.acquire()
         assert not await b.acquire()
         await a.renew()
-        assert a.held and not b.held
         store_a = TableStore(first, JOB)
         held = await store_a.restore()
         assert held is not None
@@ -337,7 +336,6 @@ async def test_a_standby_takes_over_after_the_holder_dies_and_epochs_go_on(job: 
         # `a` is killed: it renews no more. The standby looks again and again.
         async with asyncio.timeout(5):
             assert await b.wait_acquire(asyncio.Event(), poll_s=0.1)
-        assert b.held
         store_b = TableStore(second, JOB)
         restored = await store_b.restore()
         assert restored is not None and restored.epoch == held.epoch + 1
@@ -347,7 +345,6 @@ async def test_a_standby_takes_over_after_the_holder_dies_and_epochs_go_on(job: 
             await store_a.write(table(restored.epoch + 1, version=9))
         with pytest.raises(Deposed):
             await a.renew()
-        assert a.lost.is_set()
         await b.release()
     finally:
         await first.close()

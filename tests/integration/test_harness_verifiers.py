@@ -1,7 +1,7 @@
 """Environments written for verifiers through the gateway, with the real verifiers, in an environment of its own.
 
 verifiers wants other versions of PEARL's libraries, so it is not installed with them. Where `PEARL_VERIFIERS_PYTHON` names an
-interpreter that has it (`pip install verifiers==0.4.0`), the first test plays with it; else it is skipped.
+interpreter that has it, the first test plays with it; else it is skipped. `make verifiers-test` makes the one and runs the other.
 """
 
 from __future__ import annotations

@@ -18,53 +18,23 @@ import msgspec
 from messages.ids import Role
 from services.jobfile import RolloutSection, SglangSection
 from services.rollout_worker.engines.sglang import leash
+from services.rollout_worker.engines.sglang.cpu import ENV, VARIABLE, settings
 from services.rollout_worker.engines.sglang.server import command, free_port
 
-PYTHON: Final = os.environ.get("PEARL_SGLANG_PYTHON", "")
-"""Interpreter of an environment with SGLang (tests/sglang/setup.sh); "": tests that need one are left out."""
+PYTHON: Final = os.environ.get(VARIABLE, "")
+"""Interpreter of an environment with SGLang (services/rollout_worker/engines/sglang/cpu/setup.sh); "": tests that need one are left out."""
 NO_PYTHON: Final = "needs real SGLang: run `make sglang-test`, or set PEARL_SGLANG_PYTHON (docs/sglang.md)"
 PD: Final = ctypes.util.find_library("ibverbs") is not None
 NO_PD: Final = "Mooncake's library needs libibverbs.so.1: apt-get install libibverbs1"
-ARGS: Final = (
-    *("--attention-backend", "torch_native", "--dtype", "float32"),
-    *("--disable-overlap-schedule", "--sleep-on-idle"),
-)
-DECODE_ARGS: Final = ("--disaggregation-decode-retraction-backup", "cpu_tensor")
-ENV: Final = {
-    "SGLANG_USE_CPU_ENGINE": "1",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-    "PYTHONPATH": str(Path(__file__).parent / "shim"),
-}
 CACHE_TOKENS: Final = 8192
 READY_S: Final = 600.0
 """Of a server on a busy machine; twenty seconds on an idle one."""
 IDLE_S: Final = 60.0
 
 
-def settings(python: str) -> SglangSection:
-    """Of servers that this interpreter runs."""
-    return SglangSection(
-        python=python,
-        args=ARGS,
-        decode_args=DECODE_ARGS,
-        env=ENV,
-        transfer_backend="mooncake_tcp",
-        memory_saver=False,
-    )
-
-
-def as_toml(section: SglangSection) -> str:
-    """The keys of [rollout.sglang] in a job file."""
-    default = msgspec.to_builtins(SglangSection())
-    given = {key: value for key, value in msgspec.to_builtins(section).items() if value != default[key]}
-    return "\n".join(f"{key} = {_toml(value)}" for key, value in given.items())
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_toml(each)}" for key, each in value.items()) + " }"
-    return json.dumps(value)  # strings, numbers, booleans and lists of them are the same in both
+def with_weights(section: SglangSection, way: str) -> SglangSection:
+    """Weights come to these servers that way."""
+    return msgspec.structs.replace(section, weights=way)
 
 
 class RealServer:

@@ -49,3 +49,32 @@ def test_more_workers_make_a_larger_job_on_a_slower_clock(tmp_path: Path):
 def test_sizes_that_make_no_sense_are_refused(tmp_path: Path, workers: int):
     with pytest.raises(ConfigError, match="--workers"):
         job_of(tmp_path, workers=workers)
+
+
+def test_only_old_runs_are_deleted_and_nothing_that_is_named_alike(tmp_path: Path):
+    mine = [tmp_path / f"demo-my-thesis-{number}" for number in range(9)]
+    old = [tmp_path / f"demo-2026010{number}-000000-99999999" for number in range(1, 9)]
+    for folder in (*mine, *old):
+        folder.mkdir()
+        (folder / "job.toml").write_text("")
+    (tmp_path / "demo-loop").symlink_to("demo-loop")
+    new = new_run(tmp_path, seed=3, changes={})
+    assert all(folder.is_dir() for folder in mine)
+    assert [folder.is_dir() for folder in old] == [False] * 3 + [True] * 5 and new.is_file()
+
+
+@pytest.mark.parametrize("workers", [2, 17, 100_000])
+def test_a_refused_demo_leaves_no_folder_and_deletes_none(tmp_path: Path, workers: int):
+    old = [tmp_path / f"demo-2026010{number}-000000-99999999" for number in range(1, 9)]
+    for folder in old:
+        folder.mkdir()
+        (folder / "job.toml").write_text("")
+    with pytest.raises(ConfigError):
+        new_run(tmp_path, seed=3, changes={}, engine="emulated", workers=workers)
+    assert sorted(tmp_path.iterdir()) == old
+
+
+def test_a_data_dir_that_is_a_loop_of_links_is_refused(tmp_path: Path):
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="--data-dir"):
+        new_run(tmp_path / "loop", seed=3, changes={})

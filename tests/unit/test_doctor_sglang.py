@@ -13,7 +13,7 @@ from messages.ids import Zone
 from services.cli.doctor_sglang import look_at_sglang
 from services.cli.finding import Finding
 from services.jobfile import DecisionSection, JobFile, NodeSection, RolloutSection, SglangSection
-from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL, TESTED
+from services.rollout_worker.engines.sglang.api import NEEDED, OPTIONAL, TESTED, UPDATES
 from tests.sglang_stand_in import StandIn
 
 FLAGS = (
@@ -21,7 +21,7 @@ FLAGS = (
     "incremental_streaming_output skip_tokenizer_init enable_memory_saver disaggregation_mode enable_pd_role_switch "
     "disaggregation_transfer_backend disaggregation_bootstrap_port"
 )
-CALLS = (*NEEDED, *OPTIONAL)
+CALLS = (*NEEDED, *OPTIONAL, *UPDATES["disk"])
 PACKAGES = ("torch_memory_saver", "mooncake")
 
 

@@ -81,6 +81,17 @@ def test_a_reclaim_passes_at_once_with_its_deadline_and_takes_the_burst_along() 
     assert budget.leaving == (Leave("p0-w1", 6100),)
 
 
+@pytest.mark.parametrize(("first", "second"), [((0, 5000), (1, 1000)), ((1, 1000), (0, 5000))])
+def test_a_worker_that_loses_its_gpus_one_by_one_leaves_by_the_earliest_deadline(
+    first: tuple[int, int], second: tuple[int, int]
+) -> None:
+    state, _, _ = run((0, Tick()), (0, available("p1", 0, 1)), (200, Tick()))
+    state, _, _ = run((1000, reclaimed("p1", first[0], notice_ms=first[1])), state=state)
+    state, _, _ = run((1000, reclaimed("p1", second[0], notice_ms=second[1])), state=state)
+    _, found, _ = run((1500, TrainingBegin(batch=0)), state=state)
+    assert found[0].leaving[0] == Leave("p1-w0", 2000)
+
+
 def test_a_reclaim_without_notice_is_gone_already() -> None:
     state, _, _ = run((0, Tick()), (0, available("p1", 0, 1)), (200, Tick()))
     _, found, _ = run((1000, reclaimed("p1", 0, 1)), state=state)
@@ -101,6 +112,15 @@ def test_leaving_is_still_told_for_a_while_and_then_forgotten() -> None:
     _, late, _ = run((70_000, TrainingBegin(batch=0)), state=state)
     lent = Leave("t0-w0", 30_000 + JOB.timeouts.return_ms)
     assert soon[0].leaving == (Leave("p1-w0", 0), lent) and len(late[0].leaving) == 1
+
+
+def test_how_long_a_leave_without_notice_is_told_counts_from_when_it_was_heard() -> None:
+    """It has no deadline to count from: times are Unix times, far above zero."""
+    start = 10**12
+    state, _, _ = run((start, Tick()), (start, available("p1", 0, 1)), (start + 200, Tick()))
+    state, _, _ = run((start + 1000, reclaimed("p1", 0, 1)), state=state)
+    _, soon, _ = run((start + 30_000, TrainingBegin(batch=0)), state=state)
+    assert soon[0].leaving[0] == Leave("p1-w0", 0)
 
 
 def test_a_second_reclaim_may_only_bring_the_deadline_forward() -> None:

@@ -12,6 +12,7 @@ import pytest
 from messages.agent import NotNow
 from services.edge.request import FEW
 from services.router.gateway.generation import HOLD_MS
+from services.router.gateway.openapi import ENDPOINTS
 from tests.gateway_world import MODEL, World, chat, hello, said
 
 
@@ -89,6 +90,7 @@ async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
         report = await world.report()
         assert report.regenerated == 0 and report.ok, report.violations
         assert world.gateway.metrics.interruptions >= 10
+        assert world.cluster.ended == world.cluster.assigned, "the router is told of every end, once"
 
 
 async def test_tools_go_through_the_template_and_calls_come_back() -> None:
@@ -275,6 +277,73 @@ async def test_keys_are_asked_for() -> None:
         await world.get("/health")
     async with World(keys=()) as world:
         await world.post("/v1/chat/completions", chat("Hi"), Authorization="")
+
+
+OTHERS_KEYS = [
+    {"Authorization": "Bearer sk-wrong"},
+    {"Authorization": ""},
+    {"Authorization": "", "X_Api_Key": "sk-wrong"},
+]
+
+
+@pytest.mark.parametrize(("method", "path"), sorted({(method, path) for method, path, *_ in ENDPOINTS}))
+async def test_every_path_asks_for_the_key_or_is_meant_for_all(method: str, path: str) -> None:
+    async with World() as world:
+        free = path in ("/health", "/ready", "/health_generate", "/openapi.json")
+        for headers in OTHERS_KEYS:
+            named = {name.replace("_", "-"): value for name, value in headers.items()}
+            async with world.http.request(method, path.replace("{id}", "x"), data=b"{", headers=named) as response:
+                answer = msgspec.json.decode(await response.read())
+            if free:
+                assert response.status in (200, 503) and "error" not in answer
+            else:
+                assert response.status == 401 and answer["error"]["code"] == "invalid_api_key"
+        assert not world.cluster.generates
+
+
+LONG = {"messages": [{"role": "user", "content": "x" * 3000}], "prompt": "x" * 3000, "text": "x" * 3000}
+WITHOUT_MODEL = ("/generate",)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/generate"])
+@pytest.mark.parametrize(
+    ("wrong", "status", "code"),
+    [
+        ("model", 404, "model_not_found"),
+        ("context", 400, "context_length_exceeded"),
+        ("room", 400, "context_length_exceeded"),
+        ("key", 401, "invalid_api_key"),
+        ("size", 413, "body_too_large"),
+        ("form", 400, "invalid_json"),
+    ],
+)
+async def test_a_request_that_cannot_be_disturbs_no_other(path, stream, wrong, status, code) -> None:
+    """Each is refused with its status before any stream begins, while another client's reply goes on."""
+    if wrong == "model" and path in WITHOUT_MODEL:
+        pytest.skip("SGLang's requests name no model")
+    fields = {"/v1/chat/completions": ("messages", "max_tokens"), "/v1/completions": ("prompt", "max_tokens")}
+    what, length = fields.get(path, ("text", ""))
+    body = {what: [{"role": "user", "content": "Hi"}] if what == "messages" else "Hi", "stream": stream}
+    if path not in WITHOUT_MODEL:
+        body["model"] = "gpt-4" if wrong == "model" else MODEL
+    if wrong == "context":
+        body[what] = LONG[what]
+    if wrong == "room":
+        body |= {length: 1999} if length else {"sampling_params": {"max_new_tokens": 1999}}
+    data = msgspec.json.encode(body)
+    data = data + b" " * 5000 if wrong == "size" else data[:-1] if wrong == "form" else data
+    async with World(max_body_bytes=5000) as world:
+        world.cluster.script.append("hold:3")
+        other = asyncio.create_task(world.events("/v1/chat/completions", chat("Hi")))
+        await world.cluster.reached.wait()
+        key = {"Authorization": "Bearer sk-wrong"} if wrong == "key" else {}
+        error = (await world.post(path, data, status=status, **key))["error"]
+        assert error["code"] == code and error["message"] and set(error) == {"message", "type", "param", "code"}
+        assert len(world.cluster.generates) == 1 and world.gateway.generation.in_flight == 1
+        world.cluster.release.set()
+        text = "".join(each["choices"][0]["delta"].get("content") or "" for each in await other)
+        assert text == "Hello, world!" and not world.cluster.cancels
 
 
 @pytest.mark.parametrize(

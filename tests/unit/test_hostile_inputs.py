@@ -205,6 +205,6 @@ def test_the_orchestrator_takes_or_refuses_what_is_well_formed(job: jobfile.JobF
 
 
 def test_every_core_is_here() -> None:
-    root = Path(jobfile.__file__).parent
+    root = Path(jobfile.__file__).parents[1]
     hosted = {path.parent.name for path in root.glob("*/service.py") if "CoreHost(" in path.read_text(encoding="utf-8")}
     assert hosted <= CORES.keys()

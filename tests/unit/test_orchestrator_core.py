@@ -346,6 +346,18 @@ def test_healthy_role_changers_survive_a_failed_admission():
     assert sum(cluster.counts) == 4 and servable(cluster.table)
 
 
+def test_a_joiner_that_lacks_the_newest_weights_is_the_one_to_blame():
+    cluster = FakeCluster().grown(*R)
+    cluster.target(usable=[*R, *S[:2]], colocated=4)
+    cluster.prepare()
+    plan = cluster.table.plan
+    assert plan is not None and plan.stage == "applying"
+    cluster.feed(published(1), *(cluster.role_set(assign) for assign in plan.add))
+    cluster.feed(cluster.facts_of(S[0])[1])
+    cluster.pass_time(cluster.config.apply_ms)
+    assert [entry.worker for entry in cluster.table.writer.backoffs] == [S[1]]
+
+
 # Death
 
 
@@ -435,6 +447,14 @@ def test_stale_facts_change_nothing():
     cluster.feed(published(0))
     assert cluster.table is before
     assert len(cluster.notes("fact_stale")) == 3 and not cluster.refusals
+
+
+def test_a_target_of_an_older_budget_is_late_and_not_senseless():
+    cluster = FakeCluster().grown(*R)
+    cluster.target(usable=R, colocated=2)
+    before = cluster.table
+    cluster.feed(msgspec.structs.replace(cluster.make_target(usable=[], colocated=0), budget_id=1))
+    assert cluster.table is before and len(cluster.notes("target_stale")) == 1 and not cluster.refusals
 
 
 @pytest.mark.parametrize(

@@ -330,18 +330,26 @@ def test_held_out_episodes_never_enter_a_batch() -> None:
 
 
 def test_the_journal_is_kept_until_what_was_trained_from_it_is_committed() -> None:
+    """Members of batch k + 1 end between those of batch k, so the newest entry of k is above entries still needed."""
     loop = Loop()
     loop.serve(0)
-    seq = 0
+    seq, newest = 0, 0
+    ended: set[str] = set()
     for version in range(CONFIG.train_steps):
-        for each in [task for task in loop.tasks() if task.batch == version]:
-            seq += 1
-            loop.feed(end(each, seq=seq))
+        while due := [task for task in loop.tasks() if task.trajectory not in ended and task.batch == version]:
+            early = [task for task in loop.tasks() if task.trajectory not in ended and task.batch == version + 1]
+            for each in (*early[:1], due[0]):
+                seq += 1
+                ended.add(each.trajectory)
+                loop.feed(end(each, seq=seq))
         loop.feed(step_finished(version))
-        running = [item.journal[0] for batch in loop.state.batches for item in batch.items()]
-        assert all(loop.state.journal_floor <= needed for needed in running)
+        needed = [item.journal[0] for batch in loop.state.batches for item in batch.items()]
+        last = version + 1 == CONFIG.train_steps
+        assert last or min(needed) < seq, "some of the next batch have ended already"
+        assert all(loop.state.journal_floor < entry for entry in needed)
+        assert loop.state.journal_floor == newest, "and what the batch before was trained from is let go"
+        newest = seq
         loop.serve(version + 1)
-    assert loop.state.journal_floor > 0
 
 
 def test_the_journal_of_a_slow_evaluation_is_kept() -> None:

@@ -20,9 +20,10 @@ from services.decision_engine.config import Config, Planner
 from services.decision_engine.core import DecisionEngineCore, State
 from services.decision_engine.correct import correction, smoothed
 from services.decision_engine.learn import Learned
-from services.decision_engine.predict import Evidence, Limits
+from services.decision_engine.predict_evidence import Evidence, Limits
+from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, merged
 from services.decision_engine.predict_queueing import makespan_s, phases_of
-from services.decision_engine.predict_replay import Flowed, Grow, Machine, Pipeline, flow, merged, replay
+from services.decision_engine.predict_replay import flow, replay
 from services.decision_engine.stakes import Life, Stakes
 from services.runtime.core import Effects, Input, Send, Tick
 

@@ -109,6 +109,32 @@ def test_one_generate_is_outstanding_at_a_time():
     assert state.assignment is not None and state.assignment.worker == "a-w0"
 
 
+def test_without_a_first_token_in_time_it_fails_and_the_attempt_is_cancelled():
+    state = running(queue_ms=700)
+    assert state.due_ms == 700
+    assert state.step(Elapsed(), 699) == () and not state.failed
+    (cancel,) = state.step(Elapsed(), 700)
+    assert isinstance(cancel, Cancel) and cancel.workers == ("a-w0",)
+    assert state.overdue and state.failed == "no token within 0.7 s" and state.done
+
+
+def test_it_waits_so_long_for_a_worker_too_but_no_longer_than_a_pause():
+    state = begun(queue_ms=700)
+    assert state.step(NotNow(request=state.spec.request, attempt=1, retry_after_ms=500, reason="no worker"), 100) == ()
+    assert state.due_ms == 600
+    (ask,) = state.step(Elapsed(), 600)
+    assert isinstance(ask, Ask)
+    state.step(NotNow(request=state.spec.request, attempt=1, retry_after_ms=500, reason="no worker"), 601)
+    assert state.due_ms == 700
+    assert state.step(Elapsed(), 701) == () and state.overdue
+
+
+def test_with_the_first_token_it_is_in_time():
+    state = running(queue_ms=700)
+    assert state.step(chunk(state, 0, TRUE_REPLY[:2]), 650) == ()
+    assert state.due_ms == 5650 and state.step(Elapsed(), 701) == () and not state.failed
+
+
 def test_late_chunks_of_other_attempts_are_dropped_and_counted():
     state = running()
     state.step(chunk(state, 0, [10], "interrupted"), 1)

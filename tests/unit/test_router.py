@@ -179,6 +179,26 @@ def test_in_flight_is_bounded_a_worker() -> None:
     assert waits(core, request("later")) == "all workers full"
 
 
+def test_requests_known_to_have_ended_make_room_before_the_next_heartbeat() -> None:
+    core = router(row("a"))
+    for index in range(100):
+        core.on_end(placed(core, request(f"t{index}")))
+    held = [placed(core, request(f"u{index}")) for index in range(16)]
+    assert waits(core, request("late")) == "all workers full"
+    core.on_heartbeat(heartbeat("a", 16))
+    core.on_end(held.pop())  # one that the heartbeat counted
+    held.append(placed(core, request("late")))
+    assert waits(core, request("later")) == "all workers full"
+    core.on_heartbeat(heartbeat("a", 0))
+    for each in held:  # the worker told of these ends sooner than their edges did
+        core.on_end(each)
+    core.on_table(table(row("a", incarnation=Incarnation(2)), epoch=2), 0)
+    core.on_end(held[0])  # of the incarnation before
+    for index in range(16):
+        placed(core, request(f"v{index}"))
+    assert waits(core, request("late")) == "all workers full"
+
+
 def test_a_new_incarnation_starts_empty_and_a_worker_gone_is_dropped() -> None:
     core = router(row("a"), row("b"))
     core.on_heartbeat(heartbeat("a", 16))

@@ -10,9 +10,10 @@ import pytest
 from safetensors.numpy import save_file
 
 from messages.ids import PolicyVersion
-from services.jobfile import RolloutSection
+from services.jobfile import RolloutSection, SglangSection
 from services.rollout_worker.engines.base import EngineError
 from services.rollout_worker.engines.sglang.engine import SglangEngine
+from services.rollout_worker.engines.sglang.push import PushError, batches
 from services.rollout_worker.engines.sglang.weights import (
     Held,
     Source,
@@ -23,7 +24,7 @@ from services.rollout_worker.engines.sglang.weights import (
     sums_of,
 )
 from tests.engine_contract.streams import first_chunk, joined, run, spec
-from tests.sglang_stand_in import StandIn
+from tests.sglang_stand_in import StandIn, held_in
 
 NAMES = ("model.embed.weight", *(f"model.layers.0.self_attn.{each}_proj.weight" for each in "qkvo"), "lm_head.weight")
 
@@ -140,3 +141,83 @@ async def test_a_server_that_only_says_that_it_loaded_serves_nothing_until_it_ha
         await engine.stop()
         await server.stop()
         await asyncio.sleep(0)
+
+
+def by(way: str) -> RolloutSection:
+    return RolloutSection(engine="sglang", sglang=SglangSection(weights=way))
+
+
+def test_a_snapshot_goes_in_parts_of_bounded_size(tmp_path: Path) -> None:
+    folder = snapshot(tmp_path / "1")  # 48 bytes each, three in each file
+    parts = batches(folder, 100)
+    assert [len(part) for part in parts] == [2, 2, 2] and {each.name for part in parts for each in part} == set(NAMES)
+    assert [len(part) for part in batches(folder, 1)] == [1] * 6, "a tensor that is larger goes alone"
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(PushError, match="no safetensors"):
+        batches(tmp_path / "empty", 100)
+    (tmp_path / "empty" / "a.safetensors").write_bytes(b"no header")
+    with pytest.raises(PushError, match="empty"):
+        batches(tmp_path / "empty", 100)
+
+
+@pytest.mark.parametrize("paused", [True, False])
+async def test_tensors_come_through_shared_memory_and_are_verified(tmp_path: Path, paused: bool) -> None:
+    folders = [snapshot(tmp_path / str(each), q_proj=float(each)) for each in range(2)]
+    server = StandIn(slow_s=0.004)
+    engine = SglangEngine(by("tensor"), "cpu", "", tmp_path / "log", adopt=await server.start())
+    try:
+        await engine.start()
+        await engine.load_snapshot(folders[0], PolicyVersion(0))
+        stream = engine.generate(spec(max_new_tokens=60))
+        chunks = [await first_chunk(stream)]
+        if paused:
+            await engine.pause("in_place")
+        await engine.load_snapshot(folders[1], PolicyVersion(1))
+        if paused:
+            await engine.resume()
+        chunks += [chunk async for chunk in stream]
+        assert len(joined(chunks)) == 60 and chunks[-1].version == 1 == engine.version
+        wanted = held_in(folders[1])
+        assert server.tensors.keys() == wanted.keys()
+        assert all(np.array_equal(server.tensors[name], wanted[name]) for name in wanted)
+        session = ["/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"]
+        assert server.calls == session * 2 and server.sins == []
+    finally:
+        await engine.stop()
+        await server.stop()
+
+
+@pytest.mark.parametrize(
+    ("way", "call", "mixed"),
+    [
+        ("tensor", "/begin_weight_update", False),
+        ("tensor", "/update_weights_from_tensor", True),
+        ("distributed", "/init_weights_update_group", False),
+    ],
+)
+async def test_an_update_that_fails_in_the_middle_leaves_nothing_that_is_served(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str, call: str, mixed: bool
+) -> None:
+    monkeypatch.setattr("services.rollout_worker.engines.sglang.push.JOIN_S", 0.2)  # nobody joins
+    folders = [snapshot(tmp_path / str(each), q_proj=float(each)) for each in range(2)]
+    server = StandIn(slow_s=0.004)
+    adopt = await server.start()
+    first = SglangEngine(by("disk"), "cpu", "", tmp_path / "log", adopt=adopt)
+    engine = SglangEngine(by(way), "cpu", "", tmp_path / "log", adopt=adopt)
+    try:
+        await engine.start()
+        await first.start()
+        await first.load_snapshot(folders[0], PolicyVersion(0))
+        engine._now.version = PolicyVersion(0)
+        stream = engine.generate(spec(max_new_tokens=60))
+        chunks = [await first_chunk(stream)]
+        server.fails = call
+        with pytest.raises(EngineError, match="it fails"):
+            await engine.load_snapshot(folders[1], PolicyVersion(1))
+        chunks += [chunk async for chunk in stream]
+        assert (chunks[-1].finish, engine.version) == (("interrupted", -1) if mixed else ("length", 0))
+        assert server.calls[-1] == ("/end_weight_update" if mixed else call), "a session that stays open is in the way"
+    finally:
+        await engine.stop()
+        await first.stop()
+        await server.stop()

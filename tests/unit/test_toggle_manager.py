@@ -216,6 +216,20 @@ def test_each_release_wants_an_answer_of_its_own(driver: Driver) -> None:
     assert release.epoch == driver.epoch
 
 
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_borrow_anew_without_training_in_between_asks_the_trainer_anew(driver: Driver, answered: bool) -> None:
+    """The table says that the trainer may hold memory: what was heard, or asked, before is of another hand-over."""
+    if answered:
+        let_go(driver)
+    else:
+        driver.table(*ROWS, plan=plan(add=JOINERS), residency=Residency.RELEASING)
+    driver.table(*IDLE, residency=Residency.TRAINING)
+    (release,) = of(TrainerRelease, driver.table(*ROWS, plan=plan("p2", add=JOINERS), residency=Residency.RELEASING))
+    assert release.epoch == driver.epoch, "the orchestrator believes no older answer"
+    assert not of(Activate, driver.table(*ROWS, plan=plan("p2", add=JOINERS))), "it may still be on its GPUs"
+    assert len(of(Activate, driver.say(free(release.epoch)))) == 2
+
+
 def test_a_trainer_that_does_not_release_is_killed_and_asked_anew(driver: Driver) -> None:
     (release,) = driver.table(*ROWS, plan=plan(add=JOINERS), residency=Residency.RELEASING)
     assert isinstance(release, TrainerRelease)
@@ -297,6 +311,38 @@ def test_a_return_needs_no_plan(driver: Driver) -> None:
     borrow(driver)
     assert named(driver.table(draining("t0-w0"), row("t0-w1")), Drain) == [("Drain", "t0-w0")]
     assert named(driver.say(drained("t0-w0")), Deactivate) == [("Deactivate", "t0-w0")]
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_return_that_a_dead_trainer_made_longer_is_not_learned_from(driver: Driver, dies: bool) -> None:
+    borrow(driver)
+    driver.table(draining("t0-w0"), draining("t0-w1"))
+    driver.now_ms += 1000
+    done = (inactive("t0-w0", generation=2), inactive("t0-w1", generation=2))
+    (resume,) = of(TrainerResume, driver.table(*done, training_batch=0))
+    if dies:
+        driver.say(gone("t0-t0"))
+        (resume,) = of(TrainerResume, driver.say(TrainerReady(start_id="2", version=0, ranks=1)))
+    timed = of(OperationTimed, driver.say(begun(resume, took_ms=500)))
+    assert [(each.operation, each.took_s) for each in timed] == ([] if dies else [("deactivate", 1.5)])
+
+
+def test_the_end_of_an_earlier_trainer_says_nothing_of_the_one_that_runs(driver: Driver) -> None:
+    driver.say(gone("t0-t0"), gone("t0-t0", incarnation=2), TrainerReady(start_id="3", version=0, ranks=1))
+    (release,) = of(TrainerRelease, driver.table(*ROWS, plan=plan(add=JOINERS), residency=Residency.RELEASING))
+    driver.say(gone("t0-t0", incarnation=1))
+    assert driver.wait(RETRY_MS) == [release], "it has not let go"
+
+
+def test_memory_given_back_after_one_borrow_is_asked_for_again_after_the_next(driver: Driver) -> None:
+    borrow(driver)
+    driver.table(draining("t0-w0"), draining("t0-w1"))
+    driver.say(drained("t0-w0"), drained("t0-w1"), released("t0-w0", 2), released("t0-w1", 2))
+    driver.say(activated("t0-w0", 3), role_set("t0-w0", 3))
+    driver.table(row("t0-w0", generation=3), inactive("t0-w1", generation=2))
+    driver.table(draining("t0-w0", generation=4), inactive("t0-w1", generation=2))
+    (order,) = of(Deactivate, driver.say(drained("t0-w0", 4)))
+    assert order.role_generation == 4
 
 
 @pytest.mark.parametrize("stuck", ["drain", "deactivate"])

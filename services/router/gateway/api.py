@@ -256,16 +256,20 @@ def check_completion(body: CompletionRequest) -> None:
         raise unsupported("best_of", body.best_of, "all samples are returned; use n")
 
 
+_NEUTRAL: Final[tuple[tuple[str, tuple[Any, ...]], ...]] = (
+    ("top_p", (1.0,)), ("top_k", (-1, 0, 1 << 30)), ("min_p", (0.0,)), ("frequency_penalty", (0.0,)),
+    ("presence_penalty", (0.0,)), ("repetition_penalty", (1.0,)), ("min_new_tokens", (0,)), ("json_schema", (None,)),
+    ("regex", (None,)), ("ebnf", (None,)),
+)  # fmt: skip
+"""Values of sampling parameters that change nothing."""
+
+
 def check_generate(body: GenerateRequest) -> None:
     """Raises ApiError for what SGLang could do and this cannot."""
     if (body.text is None) == (body.input_ids is None):
         raise ApiError(400, "give either text or input_ids", code="invalid_value", param="input_ids")
     params = body.sampling_params
-    neutral = {
-        "top_p": (1.0,), "top_k": (-1, 0, 1 << 30), "min_p": (0.0,), "frequency_penalty": (0.0,), "presence_penalty": (0.0,),
-        "repetition_penalty": (1.0,), "min_new_tokens": (0,), "json_schema": (None,), "regex": (None,), "ebnf": (None,),
-    }  # fmt: skip
-    for name, values in neutral.items():
+    for name, values in _NEUTRAL:
         value = getattr(params, name)
         if value not in values:
             raise unsupported(f"sampling_params.{name}", value, f"the engine knows only {values[0]!r}")

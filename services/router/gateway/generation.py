@@ -9,8 +9,9 @@ runs for it on workers.
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
+import random
+import time
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -21,6 +22,7 @@ from messages.ids import Activity, PolicyVersion, RequestId, TrajectoryId
 from pearl_state.model import RoleTable, Row
 from services.edge.request import (
     Interruption,
+    NoTokenError,
     OnInterruption,
     PolicyMovedError,
     Reply,
@@ -118,6 +120,8 @@ class Generation:
         self._vocabulary = vocabulary
         self._metrics = metrics
         self._running: set[str] = set()  # request ids
+        self._seeds = random.Random()
+        self._silent = frozenset((vocabulary.eos_id,))
 
     @property
     def policy_version(self) -> int:
@@ -179,8 +183,11 @@ class Generation:
 
     def choice(self, index: int, stops: tuple[str, ...], wake: Callable[[], None] | None = None) -> Choice:
         """An empty reply."""
-        vocabulary = self._vocabulary
-        return Choice(index, TextStream(vocabulary.decode, stops, frozenset((vocabulary.eos_id,))), wake)
+        return Choice(index, TextStream(self._vocabulary.decode, stops, self._silent), wake)
+
+    def any_seed(self) -> int:
+        """For a request that asks for none."""
+        return self._seeds.getrandbits(SEED_BITS)
 
     async def run(
         self,
@@ -195,8 +202,7 @@ class Generation:
         hold_ms: int = 0,
     ) -> Reply:
         """One reply, into `choice`. Raises ApiError. `hold_ms`: unless somebody reads along, tokens may come so late."""
-        loop = asyncio.get_running_loop()
-        began = loop.time()
+        began = time.monotonic()
         if request in self._running:
             raise ApiError(409, f"request {request[:80]} is running", code="request_exists", param="rid")
         spec = RequestSpec(
@@ -211,19 +217,14 @@ class Generation:
             max_version=sampling.max_version,
             last_worker=last_worker,
             hold_ms=0 if choice.read_along else hold_ms,
+            queue_ms=self._config.queue_s * 1000,
         )
         self.in_flight += 1
         self._running.add(request)
         try:
-            async with asyncio.timeout(self._config.queue_s) as queue:
-
-                def first() -> None:
-                    queue.reschedule(None)
-                    self._metrics.first_token.add(loop.time() - began)
-
-                choice.on_first = first
-                reply = await self._edge.generate(spec, on_interruption, choice.on_tokens)
-        except TimeoutError:
+            choice.on_first = lambda: self._metrics.first_token.add(time.monotonic() - began)
+            reply = await self._edge.generate(spec, on_interruption, choice.on_tokens)
+        except NoTokenError:
             raise self._late(sampling) from None
         except PolicyMovedError as error:
             raise _no_version(str(error), _serving(self._replica.table)) from error
@@ -236,7 +237,7 @@ class Generation:
         self._metrics.completion_tokens += len(reply.tokens)
         self._metrics.prompt_tokens += len(prompt)
         self._metrics.attempts += reply.attempts
-        self._metrics.whole.add(loop.time() - began)
+        self._metrics.whole.add(time.monotonic() - began)
         return reply
 
     def abort(self, request: str) -> int:

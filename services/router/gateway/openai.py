@@ -14,7 +14,7 @@ from aiohttp import web
 from services.router.gateway import api, tool_calls
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import PLAIN, SEED_BITS, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import PLAIN, Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import (
     Replies,
     affinity_of,
@@ -173,7 +173,7 @@ class OpenAI:
         if len(prompts) * count > api.MOST_CHOICES:
             raise ApiError(400, f"at most {api.MOST_CHOICES} choices", code="invalid_value", param="n")
         self._generation.admit(len(prompts) * count)
-        base = secrets.randbits(SEED_BITS) if body.seed is None else body.seed
+        base = self._generation.any_seed() if body.seed is None else body.seed
         oldest, newest = versions_of(call, body.min_version, body.version)
         samplings: list[Sampling] = []
         for index in range(len(prompts) * count):
@@ -221,7 +221,7 @@ class OpenAI:
             wanted = min(wanted or config.max_new_tokens, config.max_new_tokens)
         oldest, newest = versions_of(call, body.min_version, body.version) if task is None else (task.min_version, -1)
         self._generation.admit(1)
-        seed = secrets.randbits(SEED_BITS) if body.seed is None else seed_of(body.seed, 0)
+        seed = self._generation.any_seed() if body.seed is None else seed_of(body.seed, 0)
         temperature = 1.0 if body.temperature is None else body.temperature
         asked = session.ask(parent, prompt_new, self._now_ms(), digest=digest, text=text)
         sampling = Sampling(

@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 from aiohttp import web
+from aiohttp.hdrs import CONTENT_TYPE
 from aiohttp.web_protocol import RequestHandler
 
 from services.router.gateway.config import Config, digest_of, tls_context
@@ -283,6 +284,8 @@ class HttpServer:
     async def _body(self, request: web.BaseRequest) -> bytes:
         if not request.can_read_body:
             return b""
+        if request.content.is_eof() and request.headers.get(CONTENT_TYPE) == JSON:  # the usual, without looking twice
+            return self._all_of(request)
         length = request.content_length
         if length is not None and length > self._config.max_body_bytes:
             raise self._too_large()
@@ -294,11 +297,8 @@ class HttpServer:
         ):
             raise of_status(415, f"send {JSON}, not {request.content_type[:80]}")
         try:
-            if request.content.is_eof():  # all of it is there
-                body = request.content.read_nowait()
-                if len(body) > self._config.max_body_bytes:  # it came in pieces of which none told of the others
-                    raise self._too_large()
-                return body
+            if request.content.is_eof():
+                return self._all_of(request)
             async with asyncio.timeout(self._config.receive_s):
                 return await request.read()
         except TimeoutError:
@@ -307,6 +307,13 @@ class HttpServer:
             raise self._too_large() from None
         except web.RequestPayloadError as error:
             raise of_status(400, f"the body cannot be read: {error}"[:300]) from error
+
+    def _all_of(self, request: web.BaseRequest) -> bytes:
+        """A body that is there to its end."""
+        body = request.content.read_nowait()
+        if len(body) > self._config.max_body_bytes:  # it came in pieces of which none told of the others
+            raise self._too_large()
+        return body
 
     def _too_large(self) -> ApiError:
         most = self._config.max_body_bytes

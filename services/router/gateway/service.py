@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from services.connect import connect
-from services.edge.request import AskRouter, RequestEdge, TableReplica
+from services.edge.request import AskRouter, RequestEdge, TableReplica, TellRouter
 from services.jobfile import ConfigError, JobFile
 from services.router.gateway.config import Config, digest_of
 from services.router.gateway.generation import Generation
@@ -48,13 +48,20 @@ class Gateway:
         vocabulary: Vocabulary,
         *,
         ask_router: AskRouter | None = None,
+        tell_router: TellRouter | None = None,
         clock: Clock = now_ms,
     ) -> None:
         instance = f"gw{secrets.token_hex(4)}"
         self.config = config
         self.metrics = Metrics()
         self.edge = RequestEdge(
-            bus, config.job, instance, silence_ms=config.silence_ms, replica=replica, ask_router=ask_router
+            bus,
+            config.job,
+            instance,
+            silence_ms=config.silence_ms,
+            replica=replica,
+            ask_router=ask_router,
+            tell_router=tell_router,
         )
         self.trajectories = Trajectories(config, bus, instance, clock)
         self.generation = Generation(config, self.edge, replica, vocabulary, self.metrics)
@@ -167,12 +174,14 @@ def endpoints_of(openai: OpenAI, sglang: SGLang, sessions: SessionApi, gateway: 
 
 
 @contextlib.asynccontextmanager
-async def serving(job: JobFile, index: int, replica: TableReplica, ask_router: AskRouter) -> AsyncGenerator[Gateway]:
+async def serving(
+    job: JobFile, index: int, replica: TableReplica, ask_router: AskRouter, tell_router: TellRouter | None = None
+) -> AsyncGenerator[Gateway]:
     """A gateway for as long as the block runs. Raises ConfigError, BusUnavailable."""
     config = Config.of(job, index)
     vocabulary = await asyncio.to_thread(Vocabulary.load, job)
     bus = await connect(job, "gateway")
-    gateway = Gateway(config, bus, replica, vocabulary, ask_router=ask_router)
+    gateway = Gateway(config, bus, replica, vocabulary, ask_router=ask_router, tell_router=tell_router)
     try:
         await gateway.start()
         collect_less()

@@ -17,7 +17,7 @@ from aiohttp import web
 from services.router.gateway import api
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import PLAIN, SEED_BITS, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import PLAIN, Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import Replies, affinity_of, all_of, metadata_of, stops_of, versions_of
 from services.router.gateway.server import DONE, Call, EventStream, answer, event
 from services.router.gateway.sessions import NO_PARENT, Asked, Session, turn_seed
@@ -143,7 +143,7 @@ class SGLang:
         if session is not None:
             text = body.text or ""
             asked = session.ask(parent, prompt_new, self._now_ms(), text=text)
-        seed = secrets.randbits(SEED_BITS) if params.sampling_seed is None else params.sampling_seed
+        seed = self._generation.any_seed() if params.sampling_seed is None else params.sampling_seed
         if task is not None and asked is not None:
             seed = turn_seed(task.sample_seed, asked.depth, asked.repeat)
         sampling = Sampling(
@@ -162,7 +162,7 @@ class SGLang:
         if session is not None:
             return session.trajectory
         named = body.session_id or call.header("X-SMG-Routing-Key") or call.header("X-Session-Id")
-        return affinity_of(named or rid)
+        return affinity_of(named or rid) if named or body.rid else f"{PLAIN}{rid}"
 
     async def _one(self, run: _Run, choice: Choice, sampling: Sampling) -> None:
         if run.session is not None and run.asked is not None:

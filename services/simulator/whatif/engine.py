@@ -79,7 +79,8 @@ class Work:
 class FastEngine:
     """See the module. Call `advance(t)` before anything that is asked at `t`; times must not run backwards.
 
-    `ended`, `reserved` and `dropped` collect what happened, for the caller to take; `next_s` is when it should look again.
+    `ended`, `reserved` and `dropped` collect what happened, for the caller to take; `next_s` is when it should look again. Those in
+    `dropped` lost the room that the caller was told of; those in `reserved` have room now, be it again: take `dropped` first.
     """
 
     def __init__(self, costs: Costs, *, max_running: int, chunk_tokens: int, kv_tokens: int) -> None:
@@ -226,10 +227,10 @@ class FastEngine:
                 self._finish_mixed()
                 continue
             most = 1 if self._changed else self._most
-            count = self._fitting(room_s)
-            if count >= most:
+            if self._decodes_s(most) <= room_s:
                 self._finish_decodes(most)
                 continue
+            count = min(self._fitting(room_s), most - 1)
             if count:
                 self._finish_decodes(count)
             break
@@ -255,7 +256,7 @@ class FastEngine:
             return False
         self._changed = False
         waiting, running = self._waiting, self._running
-        known: list[Work] = []
+        known: list[Work] | None = None
         while waiting and len(running) < self.max_running and self._admit(waiting[0]):
             work = waiting.popleft()
             running[work] = None
@@ -267,7 +268,7 @@ class FastEngine:
                 self._prefilling.append(work)
             else:
                 self._decode(work)
-                known.append(work)
+                known = [work] if known is None else [*known, work]
         while self._decoding > self.capacity - self._held - self._locked:
             self._retract(next(reversed(running)))
         chunks: list[tuple[Work, int]] = []
@@ -297,7 +298,7 @@ class FastEngine:
             self._iteration_s = seconds + costs.pair_s * pairs
         else:
             self._plan_run()
-        for work in known:
+        for work in known or ():
             if work.first_s == NEVER:
                 work.first_s = self._at_s + self._iteration_s
         self._chunks = chunks
@@ -515,7 +516,9 @@ class FastEngine:
         self._give_back(work, 0, grown=grown)
         work.computed = 0
         self._waiting.appendleft(work)
-        if work.remote:
+        if work.remote and work in self.reserved:
+            self.reserved.remove(work)  # nobody has heard of that room
+        elif work.remote:
             self.dropped.append(work)
         self._changed = True
         self.sums.retracted += 1

@@ -17,6 +17,7 @@ import msgspec
 
 from messages.monitor import Observed
 from services.decision_engine import makespan, predict
+from services.decision_engine.predict_evidence import Evidence, Limits
 from services.decision_engine.stakes import MARGIN
 from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Change, Judge, Measured, Workers
@@ -100,7 +101,7 @@ def judge_window(window: Window, seed: int) -> Verdict:
     activate_s, return_s = (
         cost_s * math.exp(random.gauss(0, COST_ERROR)) for cost_s in (window.activate_s, window.return_s)
     )
-    limits = predict.Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
+    limits = Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
     alone = counts_of(window.dedicated)
     batches: list[tuple[selection.Trajectory, ...]] = []
     observed: list[Observed] = []
@@ -110,12 +111,12 @@ def judge_window(window: Window, seed: int) -> Verdict:
         last = _measured(window, number, False)
         batches.append(selection.draw(setting, number))
         profile = _profile(window, batches, last, errors)
-        own = predict.Evidence(
+        own = Evidence(
             sample=selection.sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=alone
         )
         observed.append(Observed(*alone, predict.predicted_s(profile, alone, own), last.makespan_s, step))
     profile = _profile(window, batches, last, errors)
-    evidence = predict.Evidence(sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=alone)
+    evidence = Evidence(sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=alone)
     extra = counts_of(window.borrowed)
     together = (alone[0] + extra[0], alone[1] + extra[1], alone[2] + extra[2])
     saved_s = predict.saved_s(profile, alone, together, window.remaining, activate_s, evidence)

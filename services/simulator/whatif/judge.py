@@ -240,10 +240,10 @@ class Judge:
         engine = seat.engine
         engine.advance(self._now_s * seat.speed)
         while engine.reserved or engine.dropped or engine.ended:
-            if engine.reserved:
-                self._prefill(engine.reserved.pop(0))
-            elif engine.dropped:
+            if engine.dropped:  # before `reserved`: it may have room again already
                 self._drop(engine.dropped.pop(0))
+            elif engine.reserved:
+                self._prefill(engine.reserved.pop(0))
             else:
                 _, work = engine.ended.pop(0)
                 key = work.of
@@ -329,6 +329,9 @@ class Judge:
             return
         index = session.decode
         self._advance(index)
+        if session.attempt != attempt:  # it has lost its room just now
+            self._wake(index)
+            return
         work = session.work
         assert work is not None
         if self._seats[index].engine.arrived(work):

@@ -6,6 +6,7 @@ says. Everything a command does to a worker is decided by `services.rollout_work
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Protocol
 
@@ -87,7 +88,10 @@ class Worker:
         )
         self.alive = True
         self.up = False
-        self.stamp = 0  # of its newest entry in the simulation's heap
+        self.stamp = 0  # of its one entry in the simulation's heap that counts
+        self.queued_s = math.inf  # that entry's time, no later than `due_s`
+        self.due_s = math.inf  # its engine is to be looked at then, in the order of `number`
+        self.number = 0
         self.link_free_s = 0.0
         self.beat_s = -1.0
         self.told: tuple[int, int] = (-1, -1)  # sums that the tracker was told of last

@@ -353,10 +353,14 @@ class Rollout:
         work = episode.work
         if episode.handover is not handover or work is None or work.engine is None:
             return
-        episode.handover = None
         decoder = handover.decoder
         engine = decoder.engine
         engine.advance(self.host.now_s)
+        self.take(decoder)
+        if episode.handover is not handover:  # it has lost its room just now, and is computed anew
+            self.host.due(decoder)
+            return
+        episode.handover = None
         if work in engine and work.remote:
             if engine.arrived(work):
                 self._turn_ended(self.host.now_s, episode, work, decoder)

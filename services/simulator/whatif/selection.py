@@ -20,6 +20,7 @@ from messages.ids import Mode
 from messages.monitor import Observed
 from services.decision_engine import makespan, predict
 from services.decision_engine.choose import Policy, Replays, Running, choose, scaled
+from services.decision_engine.predict_evidence import Evidence, Limits, decode_context
 from services.decision_engine.stakes import Stakes
 from services.environments.workload import Workload
 from services.environments.workload import load as load_workload
@@ -196,7 +197,7 @@ def profile_of(
     turns = [turn for trajectory in newest for turn in trajectory]
     replies = sum(turn.reply for turn in turns)
     unpacked = [tuple((t.new, t.reply, t.env_s, 1) for t in trajectory) for trajectory in newest]
-    context = predict.decode_context(unpacked)
+    context = decode_context(unpacked)
     slowest = max(newest, key=lambda trajectory: (len(trajectory), sum(turn.env_s for turn in trajectory)))
     _, measured = last
     fixed_s = hardware.fixed_decode_s()
@@ -279,11 +280,11 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     running = Workers(0, 0, setting.workers)
     last: tuple[Workers, Measured] | None = None
     first: Measured | None = None  # the last colocated batch
-    limits = predict.Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
+    limits = Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
             profile = profile_of(setting, batches, last, errors, first)
-            evidence = predict.Evidence(
+            evidence = Evidence(
                 sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(last[0])
             )
             # As the decision engine weighs it, but for what a change costs: the incumbent stays unless another wins a margin.
@@ -310,7 +311,7 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
         first = measured if running.colocated else first
         profile = profile_of(setting, batches, last, errors, first)
         # Predicted for the very batch that ran: its luck is not an error of the model.
-        own = predict.Evidence(
+        own = Evidence(
             sample=sample_of(batches[-1:], setting.batch, 1 << 30), limits=limits, measured_on=counts_of(running)
         )
         predicted = predict.predicted_s(profile, counts_of(running), own)

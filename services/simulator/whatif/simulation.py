@@ -156,13 +156,20 @@ class Simulation:
 
     def due(self, worker: Worker) -> None:
         """The worker's engine is to be looked at when it says so."""
-        worker.stamp += 1
-        next_s = worker.engine.next_s
-        if worker.engine.ended or worker.engine.reserved or worker.engine.dropped:
+        engine = worker.engine
+        next_s = engine.next_s
+        if engine.ended or engine.reserved or engine.dropped:
             next_s = self.now_s
         if next_s < NEVER:
             self._numbers += 1
-            heapq.heappush(self._heap, (next_s, self._numbers, None, worker, worker.stamp))
+            worker.due_s, worker.number = next_s, self._numbers
+            if next_s < worker.queued_s:
+                worker.stamp += 1
+                worker.queued_s = next_s
+                heapq.heappush(self._heap, (next_s, self._numbers, None, worker, worker.stamp))
+        elif worker.queued_s < NEVER:
+            worker.stamp += 1
+            worker.queued_s = NEVER
 
     def now_ms(self) -> int:
         """For the cores."""
@@ -178,15 +185,22 @@ class Simulation:
         self._begin()
         heap, seconds = self._heap, self.seconds
         while heap and heap[0][0] <= seconds:
-            at_s, _, action, worker, stamp = heapq.heappop(heap)
+            at_s, number, action, worker, stamp = heapq.heappop(heap)
             if at_s > self.now_s:
                 self.now_s = at_s
             if action is not None:
                 action()
             elif worker.stamp == stamp:
-                worker.engine.advance(self.now_s)
-                self.rollout.take(worker)
-                self.due(worker)
+                if worker.number == number:
+                    worker.queued_s = NEVER
+                    engine = worker.engine
+                    engine.advance(self.now_s)
+                    if engine.ended or engine.reserved or engine.dropped:
+                        self.rollout.take(worker)
+                    self.due(worker)
+                else:  # put off since
+                    worker.queued_s = worker.due_s
+                    heapq.heappush(heap, (worker.due_s, worker.number, None, worker, stamp))
             # What happens at one moment reaches the cores together: one epoch for a group of workers, not one each.
             if self._queue and not (heap and heap[0][0] <= self.now_s):
                 self._settle()

@@ -16,6 +16,7 @@ import msgspec
 
 from messages.monitor import Observed
 from services.decision_engine import predict
+from services.decision_engine.predict_evidence import Evidence, Limits
 from services.environments.workload import load as load_workload
 from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Measured, Site, Trajectory, Workers
@@ -108,18 +109,18 @@ def row(point: Point, rewritten: float = REWRITTEN, most_turns: int = 200, seed:
         # As the paper's runs: disaggregated from the start.
         running = Workers(max(1, point.workers // 3), point.workers - max(1, point.workers // 3), 0)
         first: Measured | None = None
-        limits = predict.Limits(chunk_tokens=at.site.chunk_tokens, max_running=at.site.max_running)
+        limits = Limits(chunk_tokens=at.site.chunk_tokens, max_running=at.site.max_running)
         for step in range(OBSERVED):
             last: Measured = selection.measure(at, running, 1000 * seed + step)
             batches.append(selection.draw(at, 1000 * seed + step))
             first = last if running.colocated else first
             profile = selection.profile_of(at, batches, (running, last), (1.0,) * 4, first)
-            own = predict.Evidence(
+            own = Evidence(
                 sample=selection.sample_of(batches[-1:], BATCH, 1 << 30), limits=limits, measured_on=counts_of(running)
             )
             predicted_s = predict.predicted_s(profile, counts_of(running), own)
             observed.append(Observed(*counts_of(running), predicted_s, last.makespan_s, step))
-            evidence = predict.Evidence(
+            evidence = Evidence(
                 sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(running)
             )
             options = predict.candidates(profile, point.workers, evidence, judged=[counts_of(running)])

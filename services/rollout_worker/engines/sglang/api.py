@@ -24,10 +24,21 @@ NEEDED: Final = (
     "/release_memory_occupation",
     "/resume_memory_occupation",
     "/server_info",
-    "/update_weights_from_disk",
     LOADS,
 )
 """Without one of these a server cannot be driven."""
+UPDATES: Final = {
+    "disk": ("/update_weights_from_disk",),
+    "tensor": ("/begin_weight_update", "/update_weights_from_tensor", "/end_weight_update"),
+    "distributed": (
+        "/begin_weight_update",
+        "/destroy_weights_update_group",
+        "/end_weight_update",
+        "/init_weights_update_group",
+        "/update_weights_from_distributed",
+    ),
+}
+"""And none of these, by `rollout.sglang.weights`."""
 CHECKER: Final = "/weights_checker"
 OPTIONAL: Final = {
     CHECKER: "updates of weights are believed without a look at the server's checksums",
@@ -167,11 +178,14 @@ class Api:
         except msgspec.DecodeError:
             return _text(data)
 
-    async def surface(self) -> tuple[list[str], list[str]]:
-        """What this server lacks: (needed calls, consequences of missing optional ones). Raises ApiError, ServerGoneError."""
+    async def surface(self, weights: str) -> tuple[list[str], list[str]]:
+        """What this server lacks: (needed calls, consequences of missing optional ones). `weights`: how they come to it.
+
+        Raises ApiError, ServerGoneError.
+        """
         described = await self.get("/openapi.json")
         paths: Any = described.get("paths", {})
-        return [path for path in NEEDED if path not in paths], [
+        return [path for path in (*NEEDED, *UPDATES[weights]) if path not in paths], [
             f"{path}: {consequence}" for path, consequence in OPTIONAL.items() if path not in paths
         ]
 

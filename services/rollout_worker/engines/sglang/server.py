@@ -78,7 +78,7 @@ class Server:
         self._settings: SglangSection = rollout.sglang
         self._model = model
         self._device = device
-        self._address = address
+        self.address = address
         self._log_file = log_file
         self._adopted = bool(adopt)
         self._process: asyncio.subprocess.Process | None = None
@@ -98,7 +98,7 @@ class Server:
     def command(self, role: Role) -> list[str]:
         """The command line for a role."""
         port = int(self.api.url.rpartition(":")[2])
-        return command(self._rollout, role, self._model, self._device, self._address, port, self.bootstrap_port)
+        return command(self._rollout, role, self._model, self._device, self.address, port, self.bootstrap_port)
 
     async def start(self, role: Role = Role.COLOCATED) -> None:
         """Launch it in a role and wait until it takes requests. Raises EngineError with the last lines of its output."""

@@ -1,25 +1,15 @@
-"""The job file: one TOML file that describes a job to every service (`pearl service NAME -c FILE`).
-
-Parsed once, passed down frozen. Every key has its default, unit and meaning here; `docs/configuration.md` is
-generated from this file. Unknown keys, wrong types and values that contradict each other are `ConfigError`s that
-name the key, what is wrong and what to do; the command exits 2 on them.
-"""
+"""The sections of a job file: every key has its default, unit and meaning here. `docs/configuration.md` is generated from this file."""
 
 from __future__ import annotations
 
-import difflib
-import re
-import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final
 
 import msgspec
 from msgspec import Meta
 
-from messages.envelope import brief
 from messages.ids import Gpu, NodeId, WorkerId, Zone
-from messages.subjects import JOB_NAME, TOKEN, worker_of
+from messages.subjects import worker_of
 
 # TOML knows `inf`, and integers of any length: what no service could compute with is no value of ours.
 PositiveInt = Annotated[int, Meta(ge=1, le=10**12)]
@@ -30,31 +20,10 @@ Fraction = Annotated[float, Meta(ge=0, le=1)]
 Seed = Annotated[int, Meta(ge=0, lt=2**32)]
 Port = Annotated[int, Meta(ge=0, lt=2**16)]
 
-MOST_WORKERS: Final = 5000
-"""The stated limit of workers in a job."""
-MOST_AGENTS: Final = 1024
-LEAST_LEASE_MS: Final = 1500
-"""Three heartbeats of a node agent: a shorter lease takes a busy one for dead."""
-LEAST_ACK_WAIT_MS: Final = 1000
-MOST_PORT: Final = 2**16 - 1
-ROUTES_ABOVE: Final = 2000
-"""Servers of a cluster listen for one another at this much above the port for clients (4222 and 6222 by custom)."""
-
+WEIGHT_WAYS: Final = ("disk", "tensor", "distributed")
+"""Values of `rollout.sglang.weights`."""
 FUSED_ENGINES: Final = frozenset({"emulated", "sglang"})
 """Engines whose iteration computes prompts and decodes in one pass; "torch" makes a pass for each."""
-
-_STATIC_PD: Final = re.compile(r"static-pd:([1-9][0-9]{0,2}):([1-9][0-9]{0,2})")
-
-
-LONGEST_PROBLEM: Final = 1000
-"""Characters of a ConfigError: some of it may be quoted from a file that holds anything."""
-
-
-class ConfigError(Exception):
-    """The configuration is wrong: one message that says what, where and what to do."""
-
-    def __init__(self, problem: str) -> None:
-        super().__init__(brief(problem, LONGEST_PROBLEM))
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -111,6 +80,7 @@ class SglangSection(_Section, frozen=True, kw_only=True):
     role_switch: bool = True  # prefill and decode change places by /pd_role_switch; false: by a relaunch
     decode_cuda_graph_gb: PositiveFloat = 1.0  # device memory for CUDA graphs when a prefill server becomes decode
     memory_saver: bool = True  # needed to lend GPUs: device memory is really given back
+    weights: str = "disk"  # how a version comes to a server: "disk" (it reads the snapshot), "tensor" (shared memory), "distributed" (broadcast)
     verify_weights: bool = True  # after an update, compare the server's checksums with what changed in the snapshot
     adopt: dict[str, str] = {}  # worker id -> URL of a server that runs already and is not ours to end
 
@@ -344,192 +314,3 @@ def rollout_slots(job: JobFile) -> tuple[Slot, ...]:
         for node in job.nodes
         for slot in range(node.gpus // per)
     )
-
-
-def parse_bind(text: str) -> tuple[str, int]:
-    """Address and port of `gateway.bind`; an IPv6 address stands in brackets. Raises ValueError."""
-    address, colon, port = text.rpartition(":")
-    address = address.removeprefix("[").removesuffix("]")
-    if not colon or not address or not port.isdecimal() or int(port) >= 2**16:
-        raise ValueError(f'{text!r}: write "address:port", such as "127.0.0.1:8000"')
-    return address, int(port)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches it."""
-    return address == "localhost" or address == "::1" or address.startswith("127.")
-
-
-def _gateway_problems(job: JobFile) -> Iterator[str]:
-    gateway = job.gateway
-    if not gateway.bind:
-        if job.agent.processes == 0:
-            yield "agent.processes = 0: nobody would roll out; set gateway.bind for sessions, or at least one agent"
-        return
-    try:
-        address, port = parse_bind(gateway.bind)
-    except ValueError as error:
-        yield f"gateway.bind = {error}"
-        return
-    if port and port + gateway.instances > 2**16:
-        yield f"gateway.instances = {gateway.instances}: there are not so many ports from {port} on"
-    if not gateway.api_keys_file and not is_loopback(address):
-        yield f"gateway.bind = {gateway.bind!r} is reached from other machines: set gateway.api_keys_file"
-    if bool(gateway.tls_certificate) != bool(gateway.tls_key):
-        yield "gateway.tls_certificate and gateway.tls_key: give both, or none"
-
-
-def _harness_problems(job: JobFile) -> Iterator[str]:
-    harness = job.harness
-    if not harness.command:
-        yield "harness.command is empty: name the program to run for each episode"
-    if harness.reward not in ("tests", "program"):
-        yield f'harness.reward = {harness.reward!r}: use "tests" or "program"'
-    if harness.gateway and not re.fullmatch(r"https?://[^/]+/?", harness.gateway):
-        yield f'harness.gateway = {harness.gateway!r}: write "http://host:port" or "https://host:port"'
-    if harness.processes and not harness.gateway and not job.gateway.bind:
-        yield f"harness.processes = {harness.processes}: harnesses speak to a gateway; set gateway.bind, or harness.gateway"
-    if harness.processes > MOST_AGENTS:
-        yield f"harness.processes = {harness.processes}: at most {MOST_AGENTS}; raise harness.concurrency instead"
-    if harness.action_s >= harness.episode_s:
-        yield f"harness.action_s = {harness.action_s:g} must be below harness.episode_s = {harness.episode_s:g}"
-
-
-def parse_policy(text: str) -> tuple[int, int] | None:
-    """The ratio (P, D) of "static-pd:P:D", (0, 0) for "colocated", None for "planner" and "paper". Raises ValueError."""
-    if text in ("planner", "paper", "colocated"):
-        return (0, 0) if text == "colocated" else None
-    match = _STATIC_PD.fullmatch(text)
-    if match is None:
-        raise ValueError(
-            f'{text!r}: use "planner", "paper", "colocated", or "static-pd:P:D" with P and D from 1 to 999'
-        )
-    return int(match[1]), int(match[2])
-
-
-def load(path: str | Path) -> JobFile:
-    """Read and check a job file. Raises ConfigError."""
-    source = Path(path)
-    try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{source}: cannot be read ({error}); give the path of a job file, see examples/") from error
-    try:
-        data = tomllib.loads(text)
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # not TOML; or an integer of thousands of digits, or a thousand brackets
-        raise ConfigError(f"{source}: not TOML: {error}") from error
-    try:
-        job = msgspec.convert(data, JobFile)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{source}: {_explained(str(error))}") from error
-    problem = next(_problems(job), None)
-    if problem is not None:
-        raise ConfigError(f"{source}: {problem}")
-    return job
-
-
-_UNKNOWN_KEY: Final = re.compile(r"Object contains unknown field `([^`]*)`(?: - at `\$\.?(.*)`)?")
-_WRONG_VALUE: Final = re.compile(r"(.*) - at `\$\.?(.*)`")
-
-
-def _explained(error: str) -> str:
-    """msgspec's complaint in the job file's own terms: which key, and the one that was perhaps meant."""
-    unknown = _UNKNOWN_KEY.fullmatch(error)
-    if unknown is not None:
-        key, where = unknown[1], (unknown[2] or "").split("[", 1)[0]
-        known = _keys(where)
-        close = difflib.get_close_matches(key, known, 1)
-        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(known)}"
-        return f"unknown key {f'{where}.' if where else ''}{key}: {hint} (docs/configuration.md)"
-    wrong = _WRONG_VALUE.fullmatch(error)
-    if wrong is None:
-        return f"{error}; every key and its type is in docs/configuration.md"
-    what, where = wrong[1], wrong[2]
-    return f"{where}: {what[:1].lower()}{what[1:]}; see docs/configuration.md"
-
-
-def _keys(section: str) -> tuple[str, ...]:
-    """The keys of a section; of the whole file for ""."""
-    if not section:
-        return JobFile.__struct_fields__
-    if section == "nodes":
-        return NodeSection.__struct_fields__
-    default = getattr(JobFile(), section, None)
-    return default.__struct_fields__ if isinstance(default, msgspec.Struct) else ()
-
-
-def _problems_of_cluster(nats: NatsSection) -> Iterator[str]:
-    for each in nats.cluster:
-        host, _, port = each.rpartition(":")
-        if not host or not port.isdigit() or not 0 < int(port) <= MOST_PORT - ROUTES_ABOVE:
-            yield (
-                f'nats.cluster: {each!r} is not "host:port" with a port from 1 to {MOST_PORT - ROUTES_ABOVE} '
-                f"(servers reach each other {ROUTES_ABOVE} above it)"
-            )
-    if nats.cluster and (len(nats.cluster) < 3 or len(nats.cluster) % 2 == 0):
-        yield f"nats.cluster has {len(nats.cluster)} servers: a majority must outlive one, so list three or five"
-    if len(set(nats.cluster)) != len(nats.cluster):
-        yield "nats.cluster lists a server twice"
-    if nats.cluster and not nats.embedded:
-        yield "nats.cluster is for servers that PEARL runs: leave nats.embedded = true, or put the addresses into nats.url"
-    if nats.embedded and nats.replicas > max(1, len(nats.cluster)):
-        yield f"nats.replicas = {nats.replicas} with {max(1, len(nats.cluster))} server(s): list so many in nats.cluster"
-
-
-def _problems(job: JobFile) -> Iterator[str]:
-    """What is wrong with a well-typed job file, worst first."""
-    if not JOB_NAME.fullmatch(job.job.name):
-        yield f"job.name {job.job.name!r}: use a-z, 0-9 and '-', at most 32 characters"
-    names = [node.name for node in job.nodes]
-    for node in job.nodes:
-        if not TOKEN.fullmatch(node.name):
-            yield f"nodes: name {node.name!r} is not letters, digits, '_' or '-'"
-        if names.count(node.name) > 1:
-            yield f"nodes: {node.name!r} is listed twice"
-        if node.zone not in (Zone.RESERVED, Zone.PREEMPTIBLE, Zone.TRAINING):
-            yield f"nodes.{node.name}: zone must be reserved, preemptible or training"
-        if node.gpus < job.rollout.gpus_per_worker:
-            yield (
-                f"nodes.{node.name}: {node.gpus} GPUs are not enough for one worker of "
-                f"rollout.gpus_per_worker = {job.rollout.gpus_per_worker}"
-            )
-    if job.rollout.workers_per_process > 1 and job.rollout.engine != "emulated":
-        yield (
-            f"rollout.workers_per_process = {job.rollout.workers_per_process}: only emulated workers share a process; "
-            'set it to 1, or rollout.engine = "emulated"'
-        )
-    workers = sum(node.gpus // job.rollout.gpus_per_worker for node in job.nodes)
-    if workers > MOST_WORKERS:
-        yield f"nodes: their GPUs make {workers} workers; a job has at most {MOST_WORKERS}"
-    if job.agent.processes > MOST_AGENTS:
-        yield f"agent.processes = {job.agent.processes}: at most {MOST_AGENTS}; raise agent.concurrency instead"
-    if job.agent.task_ack_wait_ms < LEAST_ACK_WAIT_MS:
-        yield f"agent.task_ack_wait_ms = {job.agent.task_ack_wait_ms}: an agent could not keep its tasks; set at least {LEAST_ACK_WAIT_MS}"
-    if job.timeouts.lease_ms < LEAST_LEASE_MS:
-        yield f"timeouts.lease_ms = {job.timeouts.lease_ms}: a busy node agent would be taken for dead; set at least {LEAST_LEASE_MS}"
-    if job.model.device not in ("auto", "cpu", "cuda"):
-        yield f'model.device = {job.model.device!r}: use "auto", "cpu" or "cuda"'
-    training = sum(node.gpus for node in job.nodes if node.zone is Zone.TRAINING)
-    if job.nodes and training < job.training.ranks:
-        yield f"training.ranks = {job.training.ranks} but the training nodes have {training} GPUs: add GPUs or lower ranks"
-    if job.pipeline.batch_trajectories % job.pipeline.group_size:
-        yield (
-            f"pipeline.batch_trajectories = {job.pipeline.batch_trajectories} is not a multiple of "
-            f"pipeline.group_size = {job.pipeline.group_size}"
-        )
-    try:
-        parse_policy(job.decision.policy)
-    except ValueError as error:
-        yield f"decision.policy: {error}"
-    yield from _problems_of_cluster(job.nats)
-    yield from _gateway_problems(job)
-    yield from _harness_problems(job)
-    if not job.nats.embedded and not job.nats.url:
-        yield "nats.url is missing: give the server's address, or set nats.embedded = true"
-    if job.timeouts.drain_ms >= job.timeouts.apply_ms:
-        yield "timeouts.drain_ms must be below timeouts.apply_ms: a drain is part of a plan's apply section"
-    if job.timeouts.apply_ms <= job.timeouts.admission_pause_ms / 10:
-        yield "timeouts.apply_ms is implausibly short beside timeouts.admission_pause_ms"

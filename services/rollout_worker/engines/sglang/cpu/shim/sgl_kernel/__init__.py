@@ -1,5 +1,9 @@
 """Stands for SGLang's kernels where there is no GPU: the one that its CPU path calls; every other says what it is."""
 
+from __future__ import annotations
+
+from collections.abc import Callable
+
 import torch
 
 __version__ = "0.4.10"
@@ -22,7 +26,7 @@ def assign_req_to_token_pool_cpu(
         taken += last - first
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Callable[..., None]:
     if name.startswith("__"):
         raise AttributeError(name)
 

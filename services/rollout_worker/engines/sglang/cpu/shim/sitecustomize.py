@@ -6,9 +6,13 @@ Python imports a module of this name at start, in every process that has this fo
 - Mooncake sends index tensors from pinned memory, which needs CUDA: the TCP sender is told that it has none.
 """
 
+from __future__ import annotations
+
 import importlib.abc
 import importlib.util
 import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
@@ -18,18 +22,20 @@ class _Before(importlib.abc.MetaPathFinder):
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def find_spec(self, name, path=None, target=None):
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
         if name != self._name:
             return None
         sys.meta_path.remove(self)
         return self.found(name)
 
-    def found(self, name: str):
+    def found(self, name: str) -> ModuleSpec | None:
         return None
 
 
 class _Torchvision(_Before):
-    def found(self, name: str):
+    def found(self, name: str) -> ModuleSpec | None:
         import torch
 
         library = torch.library.Library("torchvision", "DEF")
@@ -39,7 +45,7 @@ class _Torchvision(_Before):
 
 
 class _Mooncake(_Before):
-    def found(self, name: str):
+    def found(self, name: str) -> ModuleSpec | None:
         spec = importlib.util.find_spec(name)
         assert spec is not None and spec.loader is not None
         execute = spec.loader.exec_module

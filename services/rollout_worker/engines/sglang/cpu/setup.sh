@@ -1,13 +1,21 @@
 #!/usr/bin/env bash
-# Builds the virtual environment of SGLang's tests, once a machine, and prints its interpreter: tests/sglang/setup.sh [FOLDER].
+# Builds a virtual environment in which SGLang runs on CPUs, once a machine, and prints its interpreter: setup.sh [FOLDER].
 # Without FOLDER: $PEARL_SGLANG_ENV, or else a folder below the user's cache, named after what is installed in it.
+# setup.sh --built builds nothing, and exits with status 4 where it is not there.
 # Exit status 3: packages cannot be had (no network, or not from this registry).
 set -euo pipefail
 here="$(cd "$(dirname "$0")" && pwd)"
 torch=2.13.0
 wanted="$(cat "$here/requirements.txt" <(echo "$torch") | sha256sum | cut -c1-12)"
+built=""
+[ "${1:-}" != --built ] || { built=1; shift; }
 folder="${1:-${PEARL_SGLANG_ENV:-${XDG_CACHE_HOME:-$HOME/.cache}/pearl/sglang-$wanted}}"
 stamp="$folder/.pearl-$wanted"
+if [ -n "$built" ]; then
+  [ -f "$stamp" ] || exit 4
+  echo "$folder/bin/python"
+  exit
+fi
 mkdir -p "$folder"
 exec 9>"$folder.lock"
 flock 9 # two checkouts may ask at once
