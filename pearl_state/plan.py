@@ -12,6 +12,7 @@ minimal, ties are broken for locality, always in the same way:
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -19,7 +20,7 @@ from typing import Any, Final
 import msgspec
 
 from messages.ids import Activity, Gpu, NodeId, Role, Stage, WorkerId, Zone
-from pearl_state.model import ROLLOUT_ROLES, PlanRecord, Row, serves
+from pearl_state.model import LEGAL_CONDITIONS, ROLLOUT_ROLES, PlanRecord, Row, serves
 
 
 class Counts(msgspec.Struct, frozen=True):
@@ -285,7 +286,7 @@ class PlanInputError(ValueError):
     """The table or target of `pearl plan` is wrong: what, where, what to do."""
 
 
-class _TargetFile(msgspec.Struct, frozen=True):
+class _TargetFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workers: tuple[str, ...]
     prefill: int = 0
     decode: int = 0
@@ -316,6 +317,8 @@ def plan_from_files(table: Mapping[str, Any], target: Mapping[str, Any]) -> dict
     do); `target`: `{workers: [ids], prefill, decode, colocated}`. Returns `{add: [{worker, role}], remove: [worker],
     reassign: {worker: role}, d_worker, d_role}`. Raises PlanInputError, a ValueError: exit status 2.
     """
+    for name, given in (("table", table), ("target", target)):
+        _refuse_half_characters(given, name)
     read_table, read_target = _convert(table, _TableFile, "table"), _convert(target, _TargetFile, "target")
     rows: dict[str, Row] = {}
     for position, entry in enumerate(read_table.rows):
@@ -336,6 +339,10 @@ def plan_from_files(table: Mapping[str, Any], target: Mapping[str, Any]) -> dict
             raise PlanInputError(
                 f"target: worker {worker} is a training worker; only rollout workers take part in plans"
             )
+        if rows[worker].stage is Stage.DRAINING:
+            raise PlanInputError(
+                f"target: worker {worker} is draining: it leaves, and can join again when it is inactive; leave it out"
+            )
     if counts.total != len(read_target.workers):
         raise PlanInputError(
             f"target: prefill + decode + colocated = {counts.total}, but workers lists {len(read_target.workers)}; "
@@ -350,6 +357,15 @@ def plan_from_files(table: Mapping[str, Any], target: Mapping[str, Any]) -> dict
         "d_worker": plan.d_worker,
         "d_role": plan.d_role,
     }
+
+
+def _refuse_half_characters(value: object, name: str) -> None:
+    """JSON can spell half of a surrogate pair, which is no character: no output can hold it. Raises PlanInputError."""
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:
+        bad = ascii(error.object[error.start : error.end])
+        raise PlanInputError(f"{name}: {bad} in it is half a character; write the whole one") from error
 
 
 def _row(entry: _RowFile, where: str) -> Row:
@@ -367,6 +383,11 @@ def _row(entry: _RowFile, where: str) -> Row:
     stage = entry.stage
     if entry.activity is Activity.TRANSITIONING and stage is Stage.NONE:
         stage = Stage.LAUNCHING  # a bare table does not say in which direction it goes; it does not serve
+    if (entry.activity, stage) not in LEGAL_CONDITIONS:
+        fitting = [each.value for activity, each in LEGAL_CONDITIONS if activity is entry.activity]
+        raise PlanInputError(
+            f"{where}: stage {stage} does not go with activity {entry.activity}; it must be {' or '.join(fitting)}"
+        )
     return Row(
         worker=WorkerId(entry.worker),
         gpus=tuple(_gpu(gpu, where) for gpu in entry.gpus),

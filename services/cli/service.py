@@ -7,6 +7,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import re
 from pathlib import Path
 
 from services import jobfile
@@ -17,8 +18,10 @@ from services.runtime.lifecycle import run_service
 def names() -> list[str]:
     """Services that can be run: folders of services/ with a service.py that serves."""
     root = Path(__file__).parents[1]
-    text = "async def serve("
-    return sorted(path.parent.name for path in root.glob("*/service.py") if text in path.read_text(encoding="utf-8"))
+    serves = re.compile(r"^async def serve\(", re.MULTILINE)
+    return sorted(
+        path.parent.name for path in root.glob("*/service.py") if serves.search(path.read_text(encoding="utf-8"))
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:

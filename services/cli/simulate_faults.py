@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 
@@ -29,25 +30,26 @@ def run(arguments: argparse.Namespace) -> int:
     begun = time.monotonic()
     events, violations, told_of = 0, list[dict[str, object]](), 0
     longest: dict[str, int] = {}
-    for count, outcome in enumerate(many(seeds, jobs=arguments.jobs), 1):
-        events += outcome.events
-        for name, value in outcome.counts.items():
-            longest[name] = (
-                max(longest.get(name, value), value)
-                if "most" in name or "latest" in name
-                else longest.get(name, 0) + value
-            )
-        violations += [
-            {"seed": outcome.plan.seed, "invariant": each.invariant, "detail": each.detail}
-            for each in outcome.violations
-        ]
-        if outcome.violations:
-            told_of += 1
-            _say(f"seed {outcome.plan.seed}: {outcome.violations[0].invariant}: {outcome.violations[0].detail}")
-            if told_of <= SHRINK_FIRST:
-                _tell(outcome)
-        elif sys.stderr.isatty() and count % 10 == 0:
-            print(f"\r{count} of {len(seeds)} seeds, {events} events", end="", file=sys.stderr)
+    with contextlib.closing(many(seeds, jobs=arguments.jobs)) as outcomes:
+        for count, outcome in enumerate(outcomes, 1):
+            events += outcome.events
+            for name, value in outcome.counts.items():
+                longest[name] = (
+                    max(longest.get(name, value), value)
+                    if "most" in name or "latest" in name
+                    else longest.get(name, 0) + value
+                )
+            violations += [
+                {"seed": outcome.plan.seed, "invariant": each.invariant, "detail": each.detail}
+                for each in outcome.violations
+            ]
+            if outcome.violations:
+                told_of += 1
+                _say(f"seed {outcome.plan.seed}: {outcome.violations[0].invariant}: {outcome.violations[0].detail}")
+                if told_of <= SHRINK_FIRST:
+                    _tell(outcome)
+            elif sys.stderr.isatty() and count % 10 == 0:
+                print(f"\r{count} of {len(seeds)} seeds, {events} events", end="", file=sys.stderr)
     wall_s = time.monotonic() - begun
     if sys.stderr.isatty():
         print(file=sys.stderr)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from services.jobfile import ConfigError
+from services.runtime.pool import pool_size, worker_pool
 
 if TYPE_CHECKING:
     from services.simulator.whatif.report.sensitivity import Sensitivity
@@ -39,19 +38,16 @@ def over_seeds(arguments: argparse.Namespace, one: Callable[[argparse.Namespace]
     each = [
         argparse.Namespace(**{**vars(arguments), "seed": arguments.seed + index}) for index in range(arguments.seeds)
     ]
-    processes = min(len(each), arguments.processes or os.cpu_count() or 1)
+    processes = pool_size(arguments.processes, len(each))
     if processes == 1:
         return [one(given) for given in each]
     results: list[Result] = []
-    with ProcessPoolExecutor(processes) as pool:
-        try:
-            for done, result in enumerate(pool.map(one, each), start=1):
-                results.append(result)
-                spent_s = time.monotonic() - began_s
-                left = f", about {spent_s / done * (len(each) - done):.0f} s left" if done < len(each) else ""
-                print(f"{done} of {len(each)} seeds after {spent_s:.0f} s{left}", file=sys.stderr, flush=True)
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+    with worker_pool(processes) as pool:
+        for done, result in enumerate(pool.map(one, each), start=1):
+            results.append(result)
+            spent_s = time.monotonic() - began_s
+            left = f", about {spent_s / done * (len(each) - done):.0f} s left" if done < len(each) else ""
+            print(f"{done} of {len(each)} seeds after {spent_s:.0f} s{left}", file=sys.stderr, flush=True)
     return results
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any, Final, TypeVar
 
 from rich.console import Console
@@ -14,9 +13,9 @@ from rich.progress import track
 from rich.table import Table
 
 from services.jobfile import ConfigError
+from services.runtime.pool import MOST_PROCESSES, pool_size, worker_pool
 
 MOST_SETTINGS: Final = 10_000
-MOST_JOBS: Final = 64
 
 T = TypeVar("T")
 
@@ -94,15 +93,15 @@ def _verdict(seed: int) -> Any:  # Any: as above
 def _each(arguments: argparse.Namespace, one: Callable[[int], T], what: str) -> list[T]:
     if not 1 <= arguments.settings <= MOST_SETTINGS:
         raise ConfigError(f"--settings {arguments.settings}: give a whole number from 1 to {MOST_SETTINGS}")
-    if not 1 <= arguments.jobs <= MOST_JOBS:
-        raise ConfigError(f"--jobs {arguments.jobs}: give a whole number from 1 to {MOST_JOBS}")
+    if not 1 <= arguments.jobs <= MOST_PROCESSES:
+        raise ConfigError(f"--jobs {arguments.jobs}: give a whole number from 1 to {MOST_PROCESSES}")
     if arguments.seed < 0:
         raise ConfigError(f"--seed {arguments.seed}: give a whole number from 0")
     seeds: Sequence[int] = range(arguments.seed, arguments.seed + arguments.settings)
     console = Console(file=sys.stderr)
     if arguments.jobs == 1:
         return [one(seed) for seed in track(seeds, description=what, console=console, disable=arguments.json)]
-    with ProcessPoolExecutor(arguments.jobs) as pool:
+    with worker_pool(pool_size(arguments.jobs, len(seeds))) as pool:
         found = pool.map(one, seeds, chunksize=1)
         return list(track(found, description=what, total=len(seeds), console=console, disable=arguments.json))
 

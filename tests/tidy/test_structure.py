@@ -88,6 +88,13 @@ def test_only_the_runtime_imports_nats() -> None:
     assert users == ["services/runtime/bus_nats.py"]
 
 
+def test_only_the_runtime_starts_pools() -> None:
+    """`services.runtime.pool` ends its workers with their parent; any other pool would leave orphans."""
+    names = {"concurrent.futures.ProcessPoolExecutor", "multiprocessing.Pool", "multiprocessing.pool"}
+    users = [relative(path) for path in FILES if imports(path) & names]
+    assert users == ["services/runtime/pool.py"]
+
+
 TALKS = re.compile(r"services/(cli/\w+|bench/gateway(_peer)?|harness/(mini_swe_agent|verifiers_episode))\.py")
 """Commands, and the programs that others start and read: they print. Services log."""
 ANYTHING = {"Exception", "BaseException"}

@@ -6,6 +6,7 @@ message takes). Events of the outside world (`available`, `reclaim`) are in it a
 
 from __future__ import annotations
 
+import codecs
 import random
 from pathlib import Path
 from typing import Final
@@ -13,7 +14,7 @@ from typing import Final
 import msgspec
 
 from messages.subjects import node_of
-from services.jobfile import ConfigError, JobFile, rollout_slots
+from services.jobfile import ConfigError, JobFile, parse_policy, rollout_slots
 from services.simulator.faults.cluster import AGENTS, ORCHESTRATORS, ROUTERS, small_job
 
 SERVICES: Final = (
@@ -73,6 +74,26 @@ OPERATIONS: Final = (
 FAULTS_MS: Final = 5_500
 """A drawn plan's faults begin within this time, and end within twice this time."""
 LONGEST_MS: Final = 600_000
+MOST: Final = {
+    "reserved": 16,
+    "training": 8,
+    "steps": 100,
+    "batch": 256,
+    "group": 256,
+    "staleness": 100,
+    "gpus_per_worker": 8,
+}
+"""Of a shape, so that its run ends within minutes; what is drawn is far below. All of them but `reserved` and `staleness` are at least 1."""
+MOST_SPOT_NODES: Final = 8
+MOST_ON_A_NODE: Final = 16
+"""Spot workers of one node."""
+MOST_TRAJECTORIES: Final = 1_000
+"""Trained in a run: one worker needs about a minute of this machine for so many."""
+MOST_GUESS_S: Final = 3_600.0
+MOST_FAULTS: Final = 1_000
+MOST_AMOUNT: Final = {"loss": 1.0, "duplicate": 1.0, "reorder": 1.0, "ack_loss": 1.0, "slow_network": 10_000.0, "slow": 100.0,
+                      "broken_start": 100.0}  # fmt: skip
+"""Of each kind of fault where more would mean nothing, or outlast the fault by so much that work in time is called late."""
 
 
 class Fault(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -127,12 +148,12 @@ class Plan(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_field
 def load(path: str) -> Plan:
     """A user's plan, a JSON file. Raises ConfigError."""
     try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=Plan)
+        plan = msgspec.json.decode(Path(path).read_bytes().removeprefix(codecs.BOM_UTF8), type=Plan)
     except OSError as error:
         raise ConfigError(
             f"{path}: cannot be read ({error}); give the path of a fault plan (docs/fault-simulation.md)"
         ) from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path}: not a fault plan: {error}; the format is in docs/fault-simulation.md") from error
     problem = problem_of(plan)
     if problem:
@@ -143,19 +164,13 @@ def load(path: str) -> Plan:
 def problem_of(plan: Plan) -> str:
     """What is wrong with a well-typed plan, or ""."""
     shape = plan.shape
-    if (
-        shape.reserved < 0
-        or shape.training < 1
-        or min(shape.spot, default=0) < 0
-        or shape.reserved + sum(shape.spot) < 1
-    ):
-        return "shape: reserved and spot count workers (some of them), training at least 1"
-    if (
-        min(shape.steps, shape.batch, shape.group, shape.gpus_per_worker) < 1
-        or shape.staleness < 0
-        or shape.batch % shape.group
-    ):
-        return "shape: steps, batch, group and gpus_per_worker are at least 1, staleness at least 0, and batch is a multiple of group"
+    problem = _problem_of_shape(shape)
+    if problem:
+        return f"shape: {problem}"
+    if not 0 <= plan.seed < 2**32:
+        return f"seed {plan.seed} is not from 0 to {2**32 - 1}"
+    if len(plan.faults) > MOST_FAULTS:
+        return f"{len(plan.faults)} faults: at most {MOST_FAULTS} in one plan"
     names = names_of(shape)
     for number, fault in enumerate(plan.faults):
         where = f"faults[{number}] ({fault.kind})"
@@ -166,14 +181,37 @@ def problem_of(plan: Plan) -> str:
             return f"{where}: target {fault.target!r} is none of {', '.join(map(repr, known))}"
         if not (0 <= fault.at_ms <= LONGEST_MS and 0 <= fault.for_ms <= LONGEST_MS and fault.amount >= 0):
             return f"{where}: at_ms and for_ms are from 0 to {LONGEST_MS}, amount is not negative"
-        if fault.kind in ("loss", "duplicate", "reorder", "ack_loss") and fault.amount > 1:
-            return f"{where}: amount is a share, from 0 to 1"
+        if fault.amount > MOST_AMOUNT.get(fault.kind, float("inf")):
+            return f"{where}: amount {fault.amount:g} is above {MOST_AMOUNT[fault.kind]:g}"
         if fault.kind == "stuck" and fault.detail not in OPERATIONS:
             return f"{where}: detail {fault.detail!r} is none of {', '.join(OPERATIONS)}"
         if fault.kind in ("available", "reclaim"):
             gpus = gpus_of(shape)[fault.target]
             if not fault.gpus or not set(fault.gpus) <= set(gpus):
                 return f"{where}: gpus are some of {list(gpus)}"
+    return ""
+
+
+def _problem_of_shape(shape: Shape) -> str:
+    for name, most in MOST.items():
+        least = 0 if name in ("reserved", "staleness") else 1
+        value = getattr(shape, name)
+        if not least <= value <= most:
+            return f"{name} {value} is not from {least} to {most}"
+    if len(shape.spot) > MOST_SPOT_NODES or not all(0 <= count <= MOST_ON_A_NODE for count in shape.spot):
+        return f"spot counts the workers of at most {MOST_SPOT_NODES} nodes, each from 0 to {MOST_ON_A_NODE}"
+    if shape.reserved + sum(shape.spot) < 1:
+        return "reserved and spot count workers: some of them are needed"
+    if shape.batch % shape.group:
+        return f"batch {shape.batch} is no multiple of group {shape.group}"
+    if shape.steps * shape.batch > MOST_TRAJECTORIES:
+        return f"steps x batch = {shape.steps * shape.batch} trajectories: at most {MOST_TRAJECTORIES}"
+    if not 0 <= shape.toggle_guess_s <= MOST_GUESS_S:
+        return f"toggle_guess_s {shape.toggle_guess_s:g} is not from 0 to {MOST_GUESS_S:g}"
+    try:
+        parse_policy(shape.policy)
+    except ValueError as error:
+        return f"policy {error}"
     return ""
 
 

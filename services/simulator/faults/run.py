@@ -6,9 +6,7 @@ The same plan gives the same run, on any machine and under any hash seed: `Outco
 from __future__ import annotations
 
 import hashlib
-import os
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -16,16 +14,20 @@ import msgspec
 from messages.monitor import DecisionRecord
 from services.decision_engine.decide import answer, question_of
 from services.runtime.foreign import ForeignError, foreign_code
+from services.runtime.pool import pool_size, worker_pool
 from services.simulator.faults.checkers import Checkers
 from services.simulator.faults.cluster import Cluster
 from services.simulator.faults.inject import Injector
-from services.simulator.faults.plan import Fault, Plan, draw
+from services.simulator.faults.plan import Fault, Plan, Shape, draw
 from services.simulator.faults.record import RunEnded, Seen, Stored, Violation
 
 QUIET_MS: Final = 1_500
 """The run goes on for so long after all is done: what is told to nobody may still come."""
 LIMIT_MS: Final = 180_000
-"""After the last fault, a run ends at the latest then."""
+"""After the last fault, a run ends at the latest then; a longer one as `limit_ms` says."""
+STEP_LIMIT_MS: Final = 10_000
+TRAJECTORY_LIMIT_MS: Final = 1_000
+"""A train step with its evaluation takes about 2 s of its cluster's time, and a trajectory 0.2 s where one worker generates."""
 MOST_SHRINKS: Final = 60
 """Runs that shrinking may take."""
 
@@ -51,6 +53,11 @@ def _not_again(at_ms: int, record: DecisionRecord) -> Iterator[Violation]:
         yield Violation("11.9 decisions come out again", at_ms, told)
 
 
+def limit_ms(shape: Shape) -> int:
+    """How long after its last fault a run of this shape may take, in ms of its own clock: several times what it needs."""
+    return max(LIMIT_MS, shape.steps * (STEP_LIMIT_MS + shape.batch * TRAJECTORY_LIMIT_MS))
+
+
 class Run:
     """A plan on a cluster, to be run to its end or to any event of it, and looked at."""
 
@@ -67,10 +74,10 @@ class Run:
 
     def to_event(self, number: int) -> None:
         """Until so many things were seen, if ever."""
-        self._guarded(lambda: self.cluster.reaches(lambda: self.cluster.count >= number, LIMIT_MS))
+        self._guarded(lambda: self.cluster.reaches(lambda: self.cluster.count >= number, limit_ms(self.plan.shape)))
 
     def to_end(self) -> Outcome:
-        """Faults, then all work done or `LIMIT_MS` passed, then a while of quiet."""
+        """Faults, then all work done or `limit_ms` passed, then a while of quiet."""
         self._guarded(self._whole)
         return Outcome(
             plan=self.plan,
@@ -88,7 +95,7 @@ class Run:
     def _whole(self) -> None:
         cluster = self.cluster
         cluster.run(self._injector.over_ms + 1 - cluster.now_ms)
-        done = cluster.reaches(lambda: cluster.finished and cluster.settled, LIMIT_MS)
+        done = cluster.reaches(lambda: cluster.finished and cluster.settled, limit_ms(self.plan.shape))
         cluster.run(QUIET_MS)
         cluster.see(RunEnded(cluster.now_ms, done))
         self.violations += self._checkers.finish()
@@ -146,13 +153,13 @@ def seeded(seed: int) -> Outcome:
     return outcome_of(draw(seed))
 
 
-def many(seeds: Sequence[int], *, jobs: int = 0) -> Iterator[Outcome]:
-    """Run them all, in order, on `jobs` processes (0: one a core)."""
-    jobs = jobs or len(os.sched_getaffinity(0))
+def many(seeds: Sequence[int], *, jobs: int = 0) -> Generator[Outcome]:
+    """Run them all, in order, on `jobs` processes (0: one a core), no more than `pool_size` allows."""
+    jobs = pool_size(jobs, len(seeds))
     if jobs == 1 or len(seeds) < 4:
         yield from map(seeded, seeds)
         return
-    with ProcessPoolExecutor(jobs) as pool:
+    with worker_pool(jobs) as pool:
         yield from pool.map(seeded, seeds, chunksize=max(1, min(8, len(seeds) // (4 * jobs))))
 
 

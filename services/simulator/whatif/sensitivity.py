@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 import msgspec
 
 from services.environments.workload import Workload
 from services.preemption_feed.traces import Trace
+from services.runtime.pool import pool_size, worker_pool
 from services.simulator.whatif.constants import changed, constants
 from services.simulator.whatif.policies import Policy, find
 from services.simulator.whatif.report.sensitivity import Change, Sensitivity
@@ -74,26 +74,23 @@ def examine(
 def _all(
     inputs: _Inputs, tasks: Sequence[tuple[Change, Policy]], processes: int | None, progress: Progress
 ) -> list[float]:
-    count = (os.cpu_count() or 1) if processes is None else processes
+    count = pool_size(processes, len(tasks))
     rates = [0.0] * len(tasks)
     if count <= 1:
         for index, (change, policy) in enumerate(tasks):
             progress(index, len(tasks), _told(change, policy))
             rates[index] = _rate(inputs, change, policy)
         return rates
-    with ProcessPoolExecutor(count, initializer=_give, initargs=(inputs,)) as pool:
+    with worker_pool(count, initializer=_give, initargs=(inputs,)) as pool:
         waiting: dict[Future[float], int] = {
             pool.submit(_rate_given, change, policy): index for index, (change, policy) in enumerate(tasks)
         }
-        try:
-            while waiting:
-                ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
-                for future in ended:
-                    index = waiting.pop(future)
-                    rates[index] = future.result()
-                    progress(len(tasks) - len(waiting), len(tasks), _told(*tasks[index]))
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
+        while waiting:
+            ended, _ = wait(waiting, return_when=FIRST_COMPLETED)
+            for future in ended:
+                index = waiting.pop(future)
+                rates[index] = future.result()
+                progress(len(tasks) - len(waiting), len(tasks), _told(*tasks[index]))
     return rates
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from functools import lru_cache
 from random import Random
+from types import TracebackType
 from typing import Final, TypeVar, cast
 
 import msgspec
@@ -15,6 +16,7 @@ from services.environments.workload import load as load_workload
 from services.preemption_feed.traces import Step as TraceStep
 from services.preemption_feed.traces import Trace
 from services.preemption_feed.traces import load as load_trace
+from services.runtime.pool import pool_size, worker_pool
 from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Judge, Noise, Site, Trajectory, Turn, Workers
 from services.simulator.whatif.policies import Policy
@@ -111,17 +113,19 @@ class Runner:
     """Does tasks, in so many processes (0: in this one), and remembers them. Use it as a context."""
 
     def __init__(self, processes: int | None = None, progress: Progress = lambda done, of, told: None) -> None:
-        count = (os.cpu_count() or 1) if processes is None else processes
-        self._pool = ProcessPoolExecutor(count) if count > 1 else None
+        count = 0 if processes == 0 else pool_size(processes)
+        self._stack = ExitStack()
+        self._pool = self._stack.enter_context(worker_pool(count)) if count > 1 else None
         self._progress = progress
         self._done: dict[Task, Done] = {}
 
     def __enter__(self) -> Runner:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.__exit__(kind, error, trace)
 
     def batches(self, tasks: Sequence[Batch]) -> list[Batched]:
         """In the order of the tasks."""
