@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import os
 import sys
@@ -17,18 +18,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         command = f"pearl {arguments.command}"
-        return importlib.import_module(f"services.cli.{arguments.module}").run(arguments)
+        status = importlib.import_module(f"services.cli.{arguments.module}").run(arguments)
+        sys.stdout.flush()  # here, where what fails of it can be said
+        return status
     except ConfigError as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO) or error.filename is not None:
+            raise
+        print(f"{command}: the output cannot be written: {error.strerror}", file=sys.stderr)
+        _drop_output()
+        return 1
     except _failures() as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 1
+
+
+def _drop_output() -> None:
+    """Else the interpreter would try to write the rest of it at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _failures() -> tuple[type[Exception], ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -56,9 +57,14 @@ def _figures(arguments: argparse.Namespace) -> int:
 
 
 def _report_folder(arguments: argparse.Namespace) -> Path | None:
-    report = None if arguments.report is None else Path(arguments.report).resolve()
+    report = None if arguments.report is None else Path(os.path.realpath(arguments.report))
     if report is not None and (not report.parent.is_dir() or report.is_file()):
         raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    if report is not None:
+        try:
+            report.mkdir(exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--report {report}: cannot be written ({error})") from error
     return report
 
 
@@ -209,7 +215,7 @@ def _calibrate(arguments: argparse.Namespace) -> int:
     from services.bench.calibrate import calibrate, validate
 
     out = Path(arguments.out)
-    if not out.resolve().parent.is_dir() or out.is_dir():
+    if not Path(os.path.realpath(out)).parent.is_dir() or out.is_dir():
         raise ConfigError(f"--out {out}: give a file in a folder that exists")
     path = arguments.config or new_run(Path(arguments.data_dir), seed=arguments.seed, changes={})
     job = jobfile.load(path)

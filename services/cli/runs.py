@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import socket
 from pathlib import Path
 from typing import Final
@@ -53,7 +54,7 @@ def check_reachable(job: JobFile) -> None:
 def job_path_of(arguments: argparse.Namespace) -> Path:
     """Path of the job file meant."""
     if arguments.config is not None:
-        return Path(arguments.config).resolve()
+        return Path(os.path.realpath(arguments.config))
     runs = sorted(Path(".pearl").glob(f"*/{RUN_FILE}"), key=lambda path: path.stat().st_mtime)
     if not runs:
         raise ConfigError(

@@ -7,6 +7,7 @@ import asyncio
 import functools
 import importlib
 import inspect
+import os
 import re
 from pathlib import Path
 
@@ -28,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or SIGINT."""
     if arguments.name not in names():
         raise ConfigError(f"no service {arguments.name!r}; there are {', '.join(names())}")
-    job_path = Path(arguments.config).resolve()
+    job_path = Path(os.path.realpath(arguments.config))
     job = jobfile.load(job_path)
     serve = importlib.import_module(f"services.{arguments.name}.service").serve
     given = {

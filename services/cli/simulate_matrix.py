@@ -25,6 +25,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.out)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"--out {arguments.out}: is no folder; name a new or an earlier one")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--out {arguments.out}: cannot be written ({error})") from error
     began_s = time.monotonic()
 
     def progress(done: int, of: int, told: str) -> None:

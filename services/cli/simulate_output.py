@@ -29,6 +29,12 @@ def check(arguments: argparse.Namespace, names: list[str]) -> Path | None:
         raise ConfigError(f"--reference {arguments.reference}: one of --policy ({', '.join(names)}) is expected")
     if arguments.sensitivity and len(names) < 2:
         raise ConfigError("--sensitivity: name at least two policies, between which the decision is")
+    if arguments.out is not None:
+        try:
+            with Path(arguments.out).open("ab"):
+                pass
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--out {arguments.out}: cannot be written ({error})") from error
     return None if arguments.report is None else report_folder(arguments.report)
 
 

@@ -6,6 +6,7 @@ import argparse
 import asyncio
 import contextlib
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -32,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Exit 1 if nothing was recorded."""
     job = job_of(arguments)
     out = Path(arguments.out)
-    if out.is_dir() or not out.resolve().parent.is_dir():
+    if out.is_dir() or not Path(os.path.realpath(out)).parent.is_dir():
         raise ConfigError(f"--out {out}: give a file in a folder that exists")
     recorder = Recorder()
     quiet = arguments.json

@@ -5,18 +5,20 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 
 from services import jobfile
 from services.cli.preflight import preflight
 from services.cli.progress import progress
 from services.nats_server.process import ServerError
+from services.supervisor.roster import roster
 from services.supervisor.service import Supervisor, on_interrupt
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 after a clean stop."""
-    path = Path(arguments.config).resolve()
+    path = Path(os.path.realpath(arguments.config))
     job = jobfile.load(path)
     with progress("looking at what the job file names"):
         preflight(job, path)
@@ -31,7 +33,7 @@ async def _up(job: jobfile.JobFile, path: Path, view: bool) -> int:
     try:
         with progress("starting NATS and the services"):
             await supervisor.start()
-        _tell(f"job {job.job.name}: {len(supervisor.processes())} processes; logs in {job.run_dir}/logs; Ctrl-C stops")
+        _tell(f"job {job.job.name}: {len(roster(job))} services; logs in {job.run_dir}/logs; Ctrl-C stops")
         if view:
             from services.monitor.view import watch
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import stat
 import tomllib
 from pathlib import Path
 from typing import Final
@@ -29,8 +30,8 @@ def load(path: str | Path) -> JobFile:
     """Read and check a job file. Raises ConfigError."""
     source = Path(path)
     try:
-        text = source.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        text = source.read_text(encoding="utf-8-sig")
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
         raise ConfigError(f"{source}: cannot be read ({error}); give the path of a job file, see examples/") from error
     try:
         data = tomllib.loads(text)
@@ -43,10 +44,24 @@ def load(path: str | Path) -> JobFile:
         job = msgspec.convert(data, JobFile)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{source}: {_explained(str(error))}") from error
-    problem = next(problems_of(job), None)
-    if problem is not None:
+    problem = next(problems_of(job), None) or _problem_of_folder(job.run_dir)
+    if problem:
         raise ConfigError(f"{source}: {problem}")
     return job
+
+
+def _problem_of_folder(run_dir: Path) -> str:
+    """Why a run cannot leave its files there, "" if it perhaps can: what exists of the path must be a folder."""
+    wrong = f"job.data_dir: {str(run_dir)!r} cannot be a run's folder"
+    for each in (run_dir, *run_dir.parents):
+        try:
+            mode = each.stat().st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except (OSError, ValueError) as error:  # a loop of links, a name too long, a null character
+            return f"{wrong} ({error}); name another"
+        return "" if stat.S_ISDIR(mode) else f"{wrong}: {str(each)!r} is no folder; name another"
+    return ""
 
 
 _UNKNOWN_KEY: Final = re.compile(r"Object contains unknown field `([^`]*)`(?: - at `\$\.?(.*)`)?")

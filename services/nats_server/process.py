@@ -63,7 +63,7 @@ def running_file(job: JobFile, index: int | None = None) -> Path:
 
 def read_running(job: JobFile, index: int | None = None) -> Running | None:
     """What `nats.json` says, or None while there is none."""
-    with contextlib.suppress(FileNotFoundError, msgspec.DecodeError):
+    with contextlib.suppress(OSError, msgspec.DecodeError):
         return msgspec.json.decode(running_file(job, index).read_bytes(), type=Running)
     return None
 

@@ -6,6 +6,7 @@ hardware has the same form. `docs/make_hardware.py` makes the built-in ones from
 
 from __future__ import annotations
 
+import codecs
 import math
 from bisect import bisect_right
 from functools import cached_property
@@ -178,7 +179,7 @@ def load(name: str) -> Hardware:
     path = Path(__file__).parent / "hardware" / f"{name}.json" if name in BUILT_IN else Path(name)
     try:
         data = path.read_bytes()
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise HardwareError(
             f"{path}: cannot be read ({error}); give a JSON file or one of {', '.join(BUILT_IN)}"
         ) from error
@@ -188,7 +189,7 @@ def load(name: str) -> Hardware:
 def parse(data: bytes, name: str = "hardware") -> Hardware:
     """Raises HardwareError."""
     try:
-        found = msgspec.json.decode(data, type=Hardware)
+        found = msgspec.json.decode(data.removeprefix(codecs.BOM_UTF8), type=Hardware)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise HardwareError(f"{name}: {error}; the keys are those of services/timing/hardware.py") from error
     for key in ("linear", "head", "prefill"):

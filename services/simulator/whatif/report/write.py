@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -29,7 +30,7 @@ MOST_DECISIONS: Final = 200
 
 def report_folder(text: str) -> Path:
     """The folder of `--report`, to be made or written into. Raises ConfigError."""
-    folder = Path(text).resolve()
+    folder = Path(os.path.realpath(text))
     if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
         raise ConfigError(f"--report {folder}: give a folder to make, or to write into, in one that exists")
     return folder
