@@ -133,6 +133,13 @@ class Lease:
         self._ttl_s = ttl_s
         self._revision: int | None = None
         self._beat = 0
+        self._renewed_at = 0.0
+        self._renewing = asyncio.Lock()
+
+    @property
+    def held(self) -> bool:
+        """Whether nobody else can have the lease, by this process's clock: it counts from before the broker heard of it."""
+        return self._revision is not None and asyncio.get_running_loop().time() < self._renewed_at + self._ttl_s
 
     async def acquire(self) -> bool:
         """Take the lease if nobody has it. Raises what the bus raises."""
@@ -153,10 +160,11 @@ class Lease:
         A lease that ran out while the bus was away, and that nobody took, is taken again: had another orchestrator
         written meanwhile, the revision guard of the next table write would tell.
         """
-        assert self._revision is not None, "acquire the lease before renewing it"
-        if await self._put(self._revision) or await self._put(0):
-            return
-        self._revision = None
+        async with self._renewing:
+            # None: never acquired, or another caller has just found it gone.
+            if self._revision is not None and (await self._put(self._revision) or await self._put(0)):
+                return
+            self._revision = None
         raise Deposed(f"the orchestrator lease of job {self._job} has gone to another process")
 
     async def keep(self, stop: asyncio.Event, *, every_s: float = RENEW_S) -> None:
@@ -170,7 +178,7 @@ class Lease:
                 case Failed(error=Deposed() as deposed):
                     raise deposed
                 case _:
-                    pass  # renewed; or the bus is away: nobody can write then, and who took over meanwhile is seen by the revision
+                    pass  # renewed; or the bus is away, and `held` tells for how long the lease still counts
         await self.release()
 
     async def release(self) -> None:
@@ -183,11 +191,13 @@ class Lease:
 
     async def _put(self, last_revision: int) -> bool:
         self._beat += 1
+        begun = asyncio.get_running_loop().time()
         data = msgspec.json.encode(_Holding(self._holder, self._beat))
         revision = await _guarded_put(self._bus, self._bucket, LEASE_KEY, data, last_revision, self._ttl_s)
         if revision is None:
             return False
         self._revision = revision
+        self._renewed_at = begun
         return True
 
 

@@ -128,6 +128,7 @@ class Orchestrator:
         self._store = TableStore(tables, self._job)
         self._nodes = frozenset(slot.node for slot in core.config.slots)
         self._dead_heartbeats: list[tuple[Delivery, str]] = []
+        self._lease: Lease | None = None
         self._held: dict[int, Delivery] = {}  # fetched and not acknowledged, by sequence
         self._listen_s = listen_s
         self._seen_epoch = 0  # the newest epoch known to have been written, by whoever
@@ -155,6 +156,7 @@ class Orchestrator:
 
     async def _in_charge(self, lease: Lease) -> None:
         """Restore the table, then turn after turn. Raises Deposed."""
+        self._lease = lease
         done = asyncio.Event()
         subscriptions: list[Subscription] = []
         consumer: Consumer | None = None
@@ -348,7 +350,9 @@ class Orchestrator:
                 entry = await self._persist(
                     lambda: self._tables.get(roles_bucket(self._job), TABLE_KEY), "look at the role table"
                 )
-                if entry is not None and entry.revision >= self._store.revision:
+                if entry is not None and entry.revision > self._store.revision:
+                    raise Deposed(f"the role table of job {self._job} was written by someone else")
+                if entry is not None and entry.revision == self._store.revision:
                     break
             evidence = await self._evidence(self.table)
             self._verified = True
@@ -465,8 +469,7 @@ class Orchestrator:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout_at(next_tick):
                     batch = await batches.get()
-            if not self._verified:
-                await self._verify()
+            await self._confirm()
             if batch:
                 await self._turn(batch, consumer)
             if loop.time() >= next_tick:
@@ -478,6 +481,19 @@ class Orchestrator:
                 # Deadlines are judged on what has arrived, so not while a backlog is being worked off.
                 if batches.empty() and len(batch) < BATCH:
                     await self._step([Input(self._clock(), message) for message in (*await self._lost(), Tick())])
+
+    async def _confirm(self) -> None:
+        """Return once this process surely is in charge, at the table that it knows. Raises Deposed, _Rewound.
+
+        Else whoever was cut off, or stood still, for longer than its lease would take events for old news by its old table, and
+        acknowledge them: nobody would ever act on them.
+        """
+        assert self._lease is not None
+        if not self._lease.held:
+            await self._persist(self._lease.renew, "renew the lease")
+            self._verified = False
+        if not self._verified:
+            await self._verify()
 
     async def _lost(self) -> Sequence[Message]:
         """The workers lost, if it is they who are silent and not our own connection that is broken."""
@@ -511,6 +527,8 @@ class Orchestrator:
             for effect in effects:
                 if isinstance(effect, Refuse):
                     refused[delivery.seq] = effect.reason
+        if consumer is not None:
+            await self._confirm()
         for delivery in batch:
             if delivery.seq in refused:
                 await self._dead_letter(delivery, refused[delivery.seq])

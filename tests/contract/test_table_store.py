@@ -141,9 +141,11 @@ async def test_the_lease_is_one_processes_until_it_is_not_renewed(broker: Memory
         assert not await two.acquire()
     now.ms += 3000
     assert await two.acquire()
-    with pytest.raises(Deposed):
-        await one.renew()
+    for _ in range(2):  # whoever asks again hears the same
+        with pytest.raises(Deposed):
+            await one.renew()
     await two.renew()
+    assert two.held and not one.held
 
 
 async def test_a_lease_that_ran_out_and_that_nobody_took_is_taken_again(broker: MemoryBroker, now: Now) -> None:
