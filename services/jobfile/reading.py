@@ -59,8 +59,8 @@ def _problem_of_folder(run_dir: Path) -> str:
         except (FileNotFoundError, NotADirectoryError):
             continue
         except (OSError, ValueError) as error:  # a loop of links, a name too long, a null character
-            return f"{wrong} ({error}); name another"
-        return "" if stat.S_ISDIR(mode) else f"{wrong}: {str(each)!r} is no folder; name another"
+            return f"{wrong} ({error}); choose another folder"
+        return "" if stat.S_ISDIR(mode) else f"{wrong}: {str(each)!r} is no folder; choose another folder"
     return ""
 
 

@@ -100,7 +100,10 @@ def test_on_its_subject_it_is_read_or_refused(kind: type[Message]) -> None:
             refused += 1
             assert 0 < len(error.reason) <= LONGEST_REASON
             return
-        assert type(message) is kind and decode_on(JOB, subject, encode(message), kind) == message
+        again = decode_on(JOB, subject, encode(message), kind)
+        assert type(message) is kind and encode(again) == encode(
+            message
+        )  # by bytes: MessagePack has numbers that are none
 
     check()
     assert refused > 50, "the variants are hostile"

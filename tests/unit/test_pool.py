@@ -13,7 +13,8 @@ from services.runtime.pool import MOST_PROCESSES, cores, pool_size, worker_pool
 from services.simulator.faults import run
 
 PROGRAM = """
-import sys, threading
+import signal, sys, threading
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with `nohup` made their processes ignore it
 from services.runtime.pool import worker_pool
 
 def never(number):
