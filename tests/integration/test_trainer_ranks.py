@@ -120,7 +120,8 @@ async def test_a_lost_rank_restarts_its_group_and_a_killed_service_leaves_no_ran
         # Told to stop, as a whole group, it ends in order.
         service = start(path)
         async with asyncio.timeout(SOON_S):
-            while await ready(bus) != [(0, 2), (1, 2), (2, 2)]:  # not by a train step: that of batch 1 is in the stream
+            # Not by a train step: that of batch 1 is in the stream.
+            while await ready(bus) != [(0, 2), (1, 2), (2, 2)]:  # noqa: ASYNC110 - there is no event for it
                 await asyncio.sleep(AGAIN_S)
         ranks = ranks_of(service)
         assert len(ranks) == 2
