@@ -19,6 +19,7 @@ from rich.table import Table
 from services import jobfile
 from services.bench.figures import Figure
 from services.cli.demo import new_run
+from services.cli.outputs import report_folder
 from services.cli.parser import FIGURES
 from services.cli.progress import progress
 from services.jobfile import ConfigError, parse_policy
@@ -57,9 +58,7 @@ def _figures(arguments: argparse.Namespace) -> int:
 
 
 def _report_folder(arguments: argparse.Namespace) -> Path | None:
-    report = None if arguments.report is None else Path(os.path.realpath(arguments.report))
-    if report is not None and (not report.parent.is_dir() or report.is_file()):
-        raise ConfigError(f"--report {report}: give a folder to make, or to write into, in one that exists")
+    report = report_folder(arguments.report)
     if report is not None:
         try:
             report.mkdir(exist_ok=True)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from services.cli.outputs import report_folder
 from services.jobfile import ConfigError
 from services.runtime.pool import pool_size, worker_pool
 
@@ -23,7 +24,6 @@ MOST_COMPARED = 3
 
 def check(arguments: argparse.Namespace, names: list[str]) -> Path | None:
     """The folder of the report, before anything long begins. Raises ConfigError."""
-    from services.simulator.whatif.report.write import report_folder
 
     if arguments.reference and arguments.reference not in names:
         raise ConfigError(f"--reference {arguments.reference}: one of --policy ({', '.join(names)}) is expected")
@@ -35,7 +35,7 @@ def check(arguments: argparse.Namespace, names: list[str]) -> Path | None:
                 pass
         except (OSError, ValueError) as error:
             raise ConfigError(f"--out {arguments.out}: cannot be written ({error})") from error
-    return None if arguments.report is None else report_folder(arguments.report)
+    return report_folder(arguments.report)
 
 
 def over_seeds(arguments: argparse.Namespace, one: Callable[[argparse.Namespace], Result]) -> list[Result]:

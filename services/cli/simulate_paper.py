@@ -8,6 +8,7 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
+from services.cli.outputs import report_folder
 from services.simulator.whatif.paper.options import Options
 
 if TYPE_CHECKING:
@@ -18,9 +19,8 @@ def run(arguments: argparse.Namespace) -> int:
     """A claim that disagrees is shown, and no failure."""
     from services.simulator.whatif.paper.report import ALL, as_json, chosen, print_figures, write_report
     from services.simulator.whatif.paper.runs import Runner
-    from services.simulator.whatif.report.write import report_folder
 
-    folder = None if arguments.report is None else report_folder(arguments.report)
+    folder = report_folder(arguments.report)
     names = chosen(arguments.only)
     options = Options(
         seeds=arguments.seeds,

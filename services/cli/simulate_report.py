@@ -7,6 +7,7 @@ from pathlib import Path
 
 import msgspec
 
+from services.cli.outputs import report_folder
 from services.jobfile import ConfigError
 from services.simulator.whatif.result import Result
 
@@ -15,9 +16,9 @@ def run(arguments: argparse.Namespace) -> int:
     """Prints the table; writes the folder if one is named."""
     from services.simulator.whatif.report.summary import priced
     from services.simulator.whatif.report.terminal import print_results
-    from services.simulator.whatif.report.write import report_folder, write_report
+    from services.simulator.whatif.report.write import write_report
 
-    folder = None if arguments.report is None else report_folder(arguments.report)
+    folder = report_folder(arguments.report)
     results = [priced(each, arguments.spot_price, arguments.reserved_price) for each in read_results(arguments.result)]
     if arguments.reference and arguments.reference not in results[0].policies:
         raise ConfigError(f"--reference {arguments.reference}: one of {', '.join(results[0].policies)} is expected")

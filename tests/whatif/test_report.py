@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from services.cli.outputs import report_folder
 from services.jobfile import ConfigError
 from services.simulator.whatif.report import html, plots, sensitivity
 from services.simulator.whatif.report.summary import (
@@ -28,7 +29,7 @@ from services.simulator.whatif.report.summary import (
 from services.simulator.whatif.report.svg import Drawing, Scale, amount, from_zero, ticks
 from services.simulator.whatif.report.terminal import print_results
 from services.simulator.whatif.report.write import drawings as all_drawings
-from services.simulator.whatif.report.write import report_folder, verdict, whole_page, write_report
+from services.simulator.whatif.report.write import verdict, whole_page, write_report
 from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result
 from tests.whatif.made import DECIDED, result
 

@@ -34,7 +34,7 @@ from services.timing.hardware import Hardware
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
 TOKEN_IDS: Final = 1 << 31
-"""Contexts are given to the model as arrays of 32 bits: a list takes nine times as much memory, and a fleet remembers many."""
+"""Contexts are given to the model as arrays of 32 bits: a list takes two to nine times as much memory, and a fleet remembers many."""
 FLUSH_S: Final = 0.1
 """Real seconds after which a running reply's tokens are handed out, but for the first, which is at once: a chunk costs worker and
 edge about 0.1 ms each, and nobody reads along."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -26,14 +25,6 @@ from services.simulator.whatif.result import Result
 
 MOST_DECISIONS: Final = 200
 """Rows of the table of decisions, of each policy; the JSON has all of them."""
-
-
-def report_folder(text: str) -> Path:
-    """The folder of `--report`, to be made or written into. Raises ConfigError."""
-    folder = Path(os.path.realpath(text))
-    if not folder.parent.is_dir() or (folder.exists() and not folder.is_dir()):
-        raise ConfigError(f"--report {folder}: give a folder to make, or to write into, in one that exists")
-    return folder
 
 
 def drawings(results: Sequence[Result], reference: str) -> dict[str, tuple[Drawing, str]]:
