@@ -57,8 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument(
         "--index",
         type=int,
-        default=0,
-        help="agent, router, emulated_fleet, nats_server of nats.cluster: which of several",
+        help="agent, harness, router, emulated_fleet, nats_server of nats.cluster: which of several (default: 0)",
     )
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")
