@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
     demo.add_argument("--port", type=_port, default=0, help="of the embedded NATS server (default: any free port)")
 
-    up = command("up", "up", "run all services of a job file until Ctrl-C")
+    up = command("up", "up", "run all services of a job file until Ctrl-C; says when its train steps are done")
     _job(up)
     up.add_argument("--view", action="store_true", help="show the live view")
 
