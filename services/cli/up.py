@@ -103,10 +103,10 @@ class TrainSteps:
         folders = [self._job.run_dir / each for each in ("snapshots", "metrics", "checkpoints")]
         left = ", ".join(str(each) for each in folders if each.is_dir())
         given = shlex.quote(str(self._path))
-        return (
-            f"the job is done: all {wanted} train steps, reward {first:.3f} -> {last:.3f}{f'; see {left}' if left else ''}. "
-            f"The services stay up until Ctrl-C, so that you can look: pearl status -c {given}; pearl check -c {given}"
-        )
+        lines = [f"the job is done: all {wanted} train steps, reward {first:.3f} -> {last:.3f}"]
+        lines += [f"it left {left}"] if left else []
+        lines += [f"its services stay up until Ctrl-C: look with pearl status -c {given}, or pearl check -c {given}"]
+        return "\n".join(lines)
 
 
 async def _follow(job: JobFile, steps: TrainSteps, stop: asyncio.Event) -> None:

@@ -98,11 +98,12 @@ def test_train_steps_are_told_now_and_then_and_their_end_at_once(tmp_path: Path)
     steps.take(step(12, 9.0))  # there is no such batch
     steps.take(step(-1, 9.0))
     first = (0.25 + 0.5 + 3 * 1.0) / EDGE_STEPS
-    said = steps.news(100.0 + EVERY_S)
-    assert said.startswith(
-        f"the job is done: all 12 train steps, reward {first:.3f} -> 1.000; see {tmp_path}/demo/metrics. "
-    )
-    assert "stay up until Ctrl-C" in said and f"pearl check -c '{tmp_path}/my job.toml'" in said
+    assert steps.news(100.0 + EVERY_S).splitlines() == [
+        f"the job is done: all 12 train steps, reward {first:.3f} -> 1.000",
+        f"it left {tmp_path}/demo/metrics",
+        "its services stay up until Ctrl-C: "
+        f"look with pearl status -c '{tmp_path}/my job.toml', or pearl check -c '{tmp_path}/my job.toml'",
+    ]
     steps.take(step(3, 1.0))
     assert steps.news(1e9) == "", "once"
 
