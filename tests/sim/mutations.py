@@ -21,8 +21,7 @@ from services.agent.service import Agent
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine import choose, makespan
 from services.edge.request_state import RequestState
-from services.orchestrator import core as orchestrator_core
-from services.orchestrator import core_lending, core_plans
+from services.orchestrator import core_facts, core_lending, core_plans
 from services.pipeline_scheduler.core import PipelineSchedulerCore
 from services.rollout_worker.core import RolloutWorkerCore
 from services.router.core import RouterCore
@@ -99,7 +98,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "router ignores the pause": rewrite(RouterCore.assign, ("if self._paused_by and", "if False and")),
     "mode switch in one wave": rewrite(plan.first_wave, ("for anchor in _anchors(", "for anchor in () and _anchors(")),
     "incarnation check off": rewrite(
-        orchestrator_core._current, ("if row.incarnation != fact.incarnation:", "if False:")
+        core_facts.current, ("if row.incarnation != fact.incarnation:", "if False:")
     ),
     # 11.4
     "prefix dropped": rewrite(RequestState._on_assignment, ("prefix=self.tokens.copy()", "prefix=[]")),
