@@ -39,7 +39,8 @@ from pearl_state.store import TableStore
 from pearl_state.watch import Replica
 from services import jobfile
 from services.checker.collect import frames
-from services.checker.core import Expected, Journalled, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled
 from services.connect import connect, connect_tables
 from services.edge.request import Interruption, Reply, RequestEdge, RequestSpec
 from services.jobfile import JobFile
