@@ -8,6 +8,7 @@ Where the text it rewrites is gone, it fails: then the rule has moved, and so mu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import textwrap
@@ -34,11 +35,17 @@ from services.toggle_manager.core import ToggleManagerCore
 assert messages
 
 
+@functools.cache
+def _source(function: Any) -> str:
+    """As it is in its file, whatever another mutation made of it."""
+    return textwrap.dedent(inspect.getsource(function))
+
+
 def rewrite(function: Any, *changes: tuple[str, str]) -> Callable[[], None]:
     """A mutation: the function's source with each old text, which must be in it once, replaced."""
 
     def apply() -> None:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = _source(function)
         for old, new in changes:
             assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times {old!r}"
             source = source.replace(old, new)
