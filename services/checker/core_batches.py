@@ -11,6 +11,7 @@ from services.checker.core_report import Expected, Found, Try
 
 
 def unique_batches(found: Found, batches: Iterable[BatchReady]) -> dict[int, BatchReady]:
+    """Each batch by its number, the first where they differ: then the rule "batch_twice" is broken."""
     by_batch: dict[int, BatchReady] = {}
     for batch in batches:
         known = by_batch.setdefault(batch.batch, batch)

@@ -14,6 +14,7 @@ ENDED: Final = ("stop", "length")
 
 
 def unique_ends(found: Found, ends: Iterable[TrajectoryCompleted]) -> dict[Try, TrajectoryCompleted]:
+    """The end of each try, the first where there are several: then the rule "ended_twice" is broken."""
     by_try: dict[Try, TrajectoryCompleted] = {}
     for end in ends:
         key = (end.trajectory, end.retry)

@@ -30,6 +30,7 @@ from services.runtime.host import CoreHost
 from services.simulator.faults.plan import FAULTS_MS, Plan, draw
 from services.simulator.faults.record import Violation
 from services.simulator.faults.run import Run
+from services.toggle_manager import core_orders as toggle_orders
 from services.toggle_manager.core import ToggleManagerCore
 
 assert messages
@@ -86,7 +87,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         rewrite(core_lending._settled,
                 ("pair = msgspec.structs.replace(toggle(pair, Residency.RELEASING), deadline_ms=0)",
                  "pair = toggle(toggle(pair, Residency.RELEASING), Residency.FREE)")),
-        rewrite(ToggleManagerCore._join, ("if view.state.trainer_resident:", "if False:")),
+        rewrite(toggle_orders._join, ("if view.state.trainer_resident:", "if False:")),
         rewrite(ToggleManagerCore._is_prepared, ("not view.state.trainer_resident", "True")),
     ),
     # 11.3
@@ -138,7 +139,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     ),
     # 11.7
     "a return is not carried out": rewrite(
-        ToggleManagerCore._give_back, ("generation = row.role_generation", "return None")
+        toggle_orders._give_back, ("generation = row.role_generation", "return None")
     ),
     # 11.8
     "a group is admitted one by one": rewrite(
