@@ -20,8 +20,8 @@ from messages.envelope import MAX_MESSAGE_BYTES, Message, UndecodableMessage, de
 from messages.monitor import DeadLetter, StoreRewound
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, event_subject, stream
-from services.checker.core import Expected, Journalled, Report, Trimmed, Violation
 from services.checker.core import check as judge
+from services.checker.core_report import Expected, Journalled, Report, Trimmed, Violation
 from services.jobfile import JobFile
 from services.runtime.bus import Bus, Delivery
 

@@ -8,7 +8,7 @@ import asyncio
 import msgspec
 
 from services.checker.collect import check
-from services.checker.core import Report
+from services.checker.core_report import Report
 from services.cli.progress import progress
 from services.cli.runs import connect_running, job_of
 from services.jobfile import JobFile

@@ -23,7 +23,7 @@ from messages.orchestrator import PlanProgress
 from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, stream
 from services.checker.collect import check, refused_events
-from services.checker.core import Report
+from services.checker.core_report import Report
 from services.environments.loading import load_class
 from services.jobfile import JobFile, rollout_slots
 from services.monitor import lending

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from messages.ids import Activity, Gpu, Incarnation, NodeId, PolicyVersion, Role, Stage, WorkerId, Zone
 from pearl_state.model import ROLLOUT_ROLES, Row, serves
-from pearl_state.plan import (
-    Counts,
-    MinimalPlan,
-    PlanInputError,
-    choose_members,
-    first_wave,
-    fit,
-    minimal_change,
-    plan_from_files,
-)
+from pearl_state.plan import Counts, MinimalPlan, choose_members, first_wave, fit, minimal_change
+from pearl_state.plan_files import PlanInputError, plan_from_files
 
 
 def row(

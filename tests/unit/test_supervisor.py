@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,6 +15,7 @@ from services.runtime.log import told
 from services.supervisor import service
 from services.supervisor.roster import ServiceProcess
 from services.supervisor.service import Supervisor
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -33,12 +33,6 @@ class Failing(Supervisor):
             self.refused -= 1
             raise OSError(12, "no memory")
         return await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(1)")
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
 
 
 def nobody_reads(_: str) -> None:
