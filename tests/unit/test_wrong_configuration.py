@@ -104,6 +104,8 @@ FILES = [
     ("[training]\nranks = 5\n", ("training.ranks = 5", "1 GPUs", "lower ranks")),
     ("[rollout]\ngpus_per_worker = 2\n", ("nodes.t: 1 GPUs are not enough", "rollout.gpus_per_worker = 2")),
     ("[timeouts]\ndrain_ms = 60000\n", ("timeouts.drain_ms must be below timeouts.apply_ms",)),
+    ("[timeouts]\ndrain_ms = 7000\napply_ms = 7000\n", ("timeouts.drain_ms must be below timeouts.apply_ms",)),
+    ("[timeouts]\ndrain_ms = 500\napply_ms = 1000\n", ("timeouts.apply_ms", "timeouts.admission_pause_ms")),
     ("[timeouts]\nlease_ms = 1\n", ("timeouts.lease_ms = 1", "at least")),
     ("[agent]\nprocesses = 100000\n", ("agent.processes = 100000", "at most")),
     ("[agent]\ntask_ack_wait_ms = 1\n", ("agent.task_ack_wait_ms = 1", "at least")),
@@ -159,6 +161,23 @@ def test_the_job_files_we_ship_are_right(tmp_path: Path) -> None:
         path.write_text(template(engine))
         assert load(path).nodes
     assert load(ROOT / "examples/my_environment/job.toml").nodes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[timeouts]\ndrain_ms = 6999\napply_ms = 7000\n",
+        "[timeouts]\ndrain_ms = 500\napply_ms = 1001\n",
+        '[rollout.sglang]\nweights = "tensor"\n[rollout.sglang.adopt]\nr-w0 = "http://localhost:30000"\n',
+        '[rollout.sglang]\nweights = "tensor"\n[rollout.sglang.adopt]\nr-w0 = "http://10.0.0.7:30000"\n'
+        '[[nodes]]\nname = "r"\nzone = "reserved"\ngpus = 1\naddress = "10.0.0.7"\n'
+        '[[nodes]]\nname = "t"\nzone = "training"\ngpus = 1\n',
+        '[rollout.sglang]\nweights = "distributed"\n[rollout.sglang.adopt]\nr-w0 = "http://10.0.0.7:30000"\n',
+    ],
+    ids=["drain", "apply", "same machine", "same node", "another machine"],
+)
+def test_a_job_file_just_within_the_rules_is_taken(text: str, job_file: Callable[..., Path]) -> None:
+    assert load(job_file(text)).nodes
 
 
 def test_a_demo_on_sglang_needs_sglang(
