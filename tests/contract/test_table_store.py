@@ -187,8 +187,11 @@ async def test_a_lease_counts_from_before_the_broker_heard_of_it(
 async def test_a_lease_that_ran_out_and_that_nobody_took_is_taken_again(broker: MemoryBroker, now: Now) -> None:
     lease = Lease(broker.connect(), JOB, "one")
     assert await lease.acquire()
+    await lease.renew()
+    assert lease.taken == 1
     now.ms += 60_000
     await lease.renew()
+    assert lease.taken == 2, "someone else may have had it in between"
     assert not await Lease(broker.connect(), JOB, "two").acquire()
 
 
