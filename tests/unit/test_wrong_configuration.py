@@ -16,10 +16,11 @@ from pathlib import Path
 
 import pytest
 
+from services.cli import up
 from services.cli.__main__ import main
 from services.cli.demo_jobs import template
 from services.cli.progress import progress
-from services.jobfile import ConfigError, load
+from services.jobfile import ConfigError, JobFile, load
 
 ROOT = Path(__file__).parents[2]
 NODES = """
@@ -68,6 +69,16 @@ def job_file(tmp_path: Path) -> Callable[[str], Path]:
 def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a slow machine it would be said what takes so long."""
     monkeypatch.setitem(progress.__wrapped__.__kwdefaults__, "first_s", 600.0)
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that is overlooked fails the test; it does not run a job."""
+
+    def start(job: JobFile, *_: object, **__: object) -> None:
+        raise AssertionError(f"job {job.job.name} was started")
+
+    monkeypatch.setattr(up, "Supervisor", start)
 
 
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
@@ -122,6 +133,7 @@ FILES = [
 ]
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("text", "parts"), FILES, ids=[parts[0] for _, parts in FILES])
 def test_a_wrong_job_file_is_refused(
     text: str, parts: tuple[str, ...], job_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
@@ -246,6 +258,7 @@ MORE = [
 ]
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("text", "nodes", "parts"), MORE, ids=[parts[0] for _, _, parts in MORE])
 def test_what_a_job_file_names_is_looked_at_before_anything_starts(
     text: str,
