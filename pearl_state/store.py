@@ -135,6 +135,8 @@ class Lease:
         self._beat = 0
         self._renewed_at = 0.0
         self._renewing = asyncio.Lock()
+        self.taken = 0
+        """How often it was taken anew: between two takings somebody else may have had it."""
 
     @property
     def held(self) -> bool:
@@ -158,7 +160,7 @@ class Lease:
         """Keep it for another `ttl_s`. Raises Deposed if someone else has it now, and what the bus raises.
 
         A lease that ran out while the bus was away, and that nobody took, is taken again: had another orchestrator
-        written meanwhile, the revision guard of the next table write would tell.
+        written meanwhile, the revision guard of the next table write would tell; `taken` tells that it is time to look.
         """
         async with self._renewing:
             # None: never acquired, or another caller has just found it gone.
@@ -198,6 +200,7 @@ class Lease:
             return False
         self._revision = revision
         self._renewed_at = begun
+        self.taken += last_revision == 0
         return True
 
 

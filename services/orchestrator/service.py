@@ -129,6 +129,7 @@ class Orchestrator:
         self._nodes = frozenset(slot.node for slot in core.config.slots)
         self._dead_heartbeats: list[tuple[Delivery, str]] = []
         self._lease: Lease | None = None
+        self._taken = 0  # of the lease, when the table was last known to be the one in its bucket
         self._held: dict[int, Delivery] = {}  # fetched and not acknowledged, by sequence
         self._listen_s = listen_s
         self._seen_epoch = 0  # the newest epoch known to have been written, by whoever
@@ -157,6 +158,7 @@ class Orchestrator:
     async def _in_charge(self, lease: Lease) -> None:
         """Restore the table, then turn after turn. Raises Deposed."""
         self._lease = lease
+        self._taken = lease.taken
         done = asyncio.Event()
         subscriptions: list[Subscription] = []
         consumer: Consumer | None = None
@@ -486,11 +488,15 @@ class Orchestrator:
         """Return once this process surely is in charge, at the table that it knows. Raises Deposed, _Rewound.
 
         Else whoever was cut off, or stood still, for longer than its lease would take events for old news by its old table, and
-        acknowledge them: nobody would ever act on them.
+        acknowledge them: nobody would ever act on them. That it holds the lease again is no proof: another may have had it, have
+        written, and be gone.
         """
         assert self._lease is not None
         if not self._lease.held:
             await self._persist(self._lease.renew, "renew the lease")
+            self._verified = False
+        if self._lease.taken != self._taken:
+            self._taken = self._lease.taken
             self._verified = False
         if not self._verified:
             await self._verify()

@@ -148,11 +148,50 @@ async def test_the_lease_is_one_processes_until_it_is_not_renewed(broker: Memory
     assert two.held and not one.held
 
 
+class Slow:
+    """A bus whose answer to a write is two seconds on its way, by a clock that only this moves."""
+
+    def __init__(self, broker: MemoryBroker) -> None:
+        self._bus = broker.connect()
+        self.now_s = 100.0
+
+    async def get(self, bucket: str, key: str):
+        return await self._bus.get(bucket, key)
+
+    async def put(
+        self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None
+    ) -> int:
+        revision = await self._bus.put(bucket, key, data, last_revision=last_revision, ttl_s=ttl_s)
+        self.now_s += 2.0
+        return revision
+
+
+async def test_a_lease_counts_from_before_the_broker_heard_of_it(
+    broker: MemoryBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = Slow(broker)
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: slow.now_s)
+    lease = Lease(slow, JOB, "one", ttl_s=5)
+    assert not lease.held
+    assert await lease.acquire()
+    slow.now_s = 104.9
+    assert lease.held
+    slow.now_s = 105.0
+    assert not lease.held, "the broker may have forgotten it"
+    await lease.renew()
+    assert lease.held and slow.now_s == 107.0
+    await lease.release()
+    assert not lease.held
+
+
 async def test_a_lease_that_ran_out_and_that_nobody_took_is_taken_again(broker: MemoryBroker, now: Now) -> None:
     lease = Lease(broker.connect(), JOB, "one")
     assert await lease.acquire()
+    await lease.renew()
+    assert lease.taken == 1
     now.ms += 60_000
     await lease.renew()
+    assert lease.taken == 2, "someone else may have had it in between"
     assert not await Lease(broker.connect(), JOB, "two").acquire()
 
 

@@ -20,11 +20,12 @@ from messages.subjects import event_subject, subject_of, telemetry_subject
 from services.checker.collect import frames
 from services.jobfile import AgentSection, JobFile, JobSection, RolloutSection, TimeoutSection
 from services.models import initial_model, read_weights
-from services.rollout_worker.config import Config
-from services.rollout_worker.engines import make_engine
+from services.rollout_worker import service
+from services.rollout_worker.config import LIVENESS_MS, Config
+from services.rollout_worker.engines import make_engine, torch_engine
 from services.rollout_worker.engines.torch_engine import TorchEngine
 from services.rollout_worker.service import OrphanedError, RolloutWorker
-from services.runtime.bus import StreamSpec
+from services.runtime.bus import Delivery, StreamSpec
 from services.runtime.bus_memory import MemoryBroker
 from services.snapshot import Snapshot, write_snapshot
 from tests.waiting import until
@@ -169,7 +170,9 @@ async def test_nothing_of_a_request_is_kept_once_it_has_ended(world: World):
 
     def kept() -> list[object]:
         gc.collect()
-        return [each for each in gc.get_objects() if type(each) is list and each == prompt and each is not prompt]
+        found = gc.get_objects()
+        messages = [each for each in found if type(each) is Delivery and each.subject == f"pearl.demo.gen.{WORKER}"]
+        return messages + [each for each in found if type(each) is list and each == prompt and each is not prompt]
 
     await until(lambda: not kept())
 
@@ -184,7 +187,37 @@ async def test_a_request_that_the_network_brings_twice_runs_once(world: World):
     assert {chunk.request for chunk in first} == {"t/0"} and {chunk.request for chunk in other} == {"t/1"}
 
 
-async def test_a_short_reply_is_one_chunk(world: World):
+async def test_of_the_attempts_that_it_remembers_it_forgets_the_oldest(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(service, "MOST_ENDED", 2)
+    await world.serve()
+    for name in ("t/0", "t/1", "t/2"):
+        await world.say(world.request(name, max_new_tokens=3))
+        assert (await world.reply())[-1].request == name
+    for name in ("t/1", "t/2", "t/0"):
+        await world.say(world.request(name, max_new_tokens=3))
+    assert {chunk.request for chunk in await world.reply()} == {"t/0"}, "copies of the last two are known"
+
+
+@SLOW
+async def test_one_that_was_silent_for_long_says_what_it_holds_back_and_says_it_once(world: World):
+    await world.serve()
+    await world.say(world.request(max_new_tokens=1000, hold_ms=1000))
+    await until(lambda: any(each.offset > 0 for each in world.worker._attempts.values()))
+    (attempt,) = world.worker._attempts.values()
+    attempt.heard_of -= 10
+    await world.worker._tell_who_waits()
+    await world.worker._tell_who_waits()
+    await world.say(world.request("other", generation=9))
+    first, then = await world.chunk(), await world.chunk()
+    assert first.offset == 0 and first.tokens and not first.finish
+    assert (then.request, then.finish) == ("other", "refused")
+    await world.say(Drain(**world.fence(2)))
+    rest = await world.reply()
+    assert rest[0].offset == len(first.tokens)
+
+
+async def test_a_short_reply_is_one_chunk(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch_engine, "FLUSH_S", 600.0)  # however slow the machine is
     await world.serve()
     await world.say(world.request(max_new_tokens=3))
     (chunk,) = await world.reply()
@@ -208,10 +241,11 @@ async def test_requests_are_fenced(world: World):
         chunk = await world.chunk()
         assert chunk.finish == "refused"
         assert reason in chunk.reason
-    await world.say(world.request(incarnation=Incarnation(2)))  # for another process: silence
-    await world.say(world.request("early"))  # a copy of what was refused: it has been answered
-    await world.say(world.request(max_new_tokens=1))
-    assert (await world.chunk()).finish == "length"
+    await world.say(world.request("t/9", incarnation=Incarnation(2), max_new_tokens=1))  # for another process: silence
+    await world.say(world.request("early", max_new_tokens=1))  # a copy of what was refused: it has been answered
+    await world.say(world.request(max_new_tokens=30))
+    chunk = (await world.reply())[-1]
+    assert (chunk.request, chunk.finish) == ("t/0", "length"), "those before it would have been shorter"
     assert {entry.attempt for entry in world.attempts()} == {1}
     assert len(world.attempts()) == 2
 
@@ -336,9 +370,11 @@ async def test_nonsense_is_dead_lettered(world: World):
         (f"pearl.demo.cmd.worker.{WORKER}", b"{not json"),
         (f"pearl.demo.gen.{WORKER}", encode(world.update(0))),
         (f"pearl.demo.gen.{WORKER}", encode(world.request(reply="pearl.demo.ev.gpu_free.x"))),
+        (f"pearl.demo.gen.{WORKER}", encode(world.request(hold_ms=LIVENESS_MS + 1))),
+        (f"pearl.demo.gen.{WORKER}", encode(world.request(hold_ms=-1))),
     ):
         await world.bus.publish(subject, data)
-    await until(lambda: len(world.broker.streams["demo_DEAD"].messages) == 3)
+    await until(lambda: len(world.broker.streams["demo_DEAD"].messages) == 5)
 
 
 async def test_heartbeats_tell_load_and_version(world: World):

@@ -133,6 +133,22 @@ def test_a_second_reclaim_may_only_bring_the_deadline_forward() -> None:
     assert found[0].leaving == (Leave("p1-w0", 0),)
 
 
+def test_a_reclaim_of_gpus_whose_deadline_has_passed_says_nothing_new() -> None:
+    state, _, _ = run((0, Tick()), (0, available("p1", 0, 1)), (200, Tick()))
+    state, _, _ = run((1000, reclaimed("p1", 0, 1, notice_ms=2000)), state=state)
+    _, found, refusals = run((3001, reclaimed("p1", 0, 1)), state=state)
+    assert (found, refusals) == ([], [])
+
+
+def test_no_worker_leaves_gpus_of_which_some_were_never_there() -> None:
+    """One with half of its GPUs never ran; it is not told to leave them."""
+    state, _, _ = run((0, Tick()), (0, available("p0", 1)), (0, available("p1", 0, 1)), (200, Tick()))
+    state, found, _ = run((1000, reclaimed("p0", 1, notice_ms=5000)), state=state)
+    assert found == []
+    _, found, _ = run((1000, reclaimed("p1", 1, notice_ms=5000)), state=state)
+    assert found[0].leaving == (Leave("p1-w0", 6000),)
+
+
 def test_training_has_its_gpus_between_begin_and_finished() -> None:
     begun, found, _ = run((0, Tick()), (1, TrainingBegin(batch=0)), (2, TrainingBegin(batch=0)))
     assert (found[1].training_batch, found[1].overlap, len(found)) == (0, (), 2)

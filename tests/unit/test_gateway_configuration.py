@@ -28,7 +28,11 @@ from tests.gateway_world import World, chat
     [
         ('[gateway]\nbind = "8000"', "gateway.bind"),
         ('[gateway]\nbind = "127.0.0.1:99999"', "gateway.bind"),
+        ('[gateway]\nbind = "127.0.0.1:65536"', "gateway.bind"),
         ('[gateway]\nbind = "0.0.0.0:8000"', "gateway.api_keys_file"),
+        ('[gateway]\nbind = "128.0.0.1:8000"', "gateway.api_keys_file"),
+        ('[gateway]\nbind = "[::]:8000"', "gateway.api_keys_file"),
+        ('[gateway]\nbind = "127.0.0.1:65535"\ninstances = 2', "gateway.instances"),
         ('[gateway]\nbind = "127.0.0.1:65535"\ninstances = 9', "gateway.instances"),
         ('[gateway]\nbind = "127.0.0.1:0"\ntls_key = "k"', "gateway.tls_certificate"),
         ('[gateway]\nbind = "127.0.0.1:0"\nmax_body = 1', "did you mean max_body_bytes?"),
@@ -41,6 +45,16 @@ def test_what_is_wrong_is_said(tmp_path: Path, text: str, told: str) -> None:
     with pytest.raises(ConfigError) as caught:
         jobfile.load(path)
     assert told in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "gateway",
+    ['bind = "127.0.0.1:65535"', 'bind = "127.9.0.1:65534"\ninstances = 2', 'bind = "[::1]:0"\ninstances = 9'],
+)
+def test_the_last_port_and_every_loopback_address_will_do(tmp_path: Path, gateway: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"[gateway]\n{gateway}\n")
+    assert jobfile.load(path).gateway.bind
 
 
 def test_names_ports_and_keys(tmp_path: Path) -> None:

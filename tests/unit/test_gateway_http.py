@@ -11,9 +11,10 @@ import pytest
 
 from messages.agent import NotNow
 from services.edge.request import FEW
+from services.router.gateway.config import Config
 from services.router.gateway.generation import HOLD_MS
 from services.router.gateway.openapi import ENDPOINTS
-from tests.gateway_world import MODEL, World, chat, hello, said
+from tests.gateway_world import MODEL, World, chat, hello, job_of, said
 from tests.waiting import until
 
 
@@ -215,6 +216,25 @@ async def test_too_much_at_once_is_429() -> None:
             assert (await response.json())["error"]["type"] == "rate_limit_error"
         world.cluster.release.set()
         await running
+
+
+async def test_a_first_token_is_waited_for_as_long_as_the_job_file_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop = asyncio.get_running_loop()
+    time, ahead_s = loop.time, [0.0]
+    monkeypatch.setattr(loop, "time", lambda: time() + ahead_s[0])
+    async with World(queue_s=Config.of(job_of(queue_ms=20_000)).queue_s) as world:
+        for late_s, status in ((15.0, 200), (25.0, 429)):
+            world.cluster.script.append("hold:0")
+            asked = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi"), status=status))
+            await world.cluster.reached.wait()
+            ahead_s[0] += late_s
+            for _ in range(10):  # whatever is due by now
+                await asyncio.sleep(0)
+            if status == 200:
+                world.cluster.release.set()
+            await asked
+            world.cluster.reached.clear()
+            world.cluster.release.clear()
 
 
 async def test_full_workers_are_429_and_nobody_serving_503() -> None:

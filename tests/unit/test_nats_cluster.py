@@ -72,6 +72,8 @@ def test_the_secret_of_the_routes_is_made_once_and_kept(tmp_path: Path):
     ("text", "words"),
     [
         ('cluster = ["a:4222", "b:4222"]', ("nats.cluster has 2 servers", "three or five")),
+        ('cluster = ["a:4222", "b:4222", "c:4222", "d:4222"]', ("nats.cluster has 4 servers", "three or five")),
+        ('cluster = ["a:4222", "b:4222", "c:63536"]', ("port from 1 to 63535",)),
         ('cluster = ["a:4222", "b:4222", "c"]', ("'c' is not \"host:port\"",)),
         ('cluster = ["a:4222", "b:4222", "c:64000"]', ("port from 1 to 63535",)),
         ('cluster = ["a:4222", "a:4222", "c:4222"]', ("twice",)),
@@ -86,3 +88,16 @@ def test_what_makes_no_cluster_is_refused(tmp_path: Path, text: str, words: tupl
     with pytest.raises(ConfigError) as refused:
         load(path)
     assert all(word in str(refused.value) for word in words), str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'cluster = ["a:1", "b:4222", "c:63535"]\nreplicas = 3',
+        'embedded = false\nurl = "nats://a"\nreplicas = 3',  # of servers that are not ours it is not known how many there are
+    ],
+)
+def test_what_makes_a_cluster_is_taken(tmp_path: Path, text: str):
+    path = tmp_path / "job.toml"
+    path.write_text(f"[nats]\n{text}\n{NODES}")
+    assert load(path).nats.replicas == 3

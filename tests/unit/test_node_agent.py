@@ -165,6 +165,21 @@ def test_a_kill_of_an_older_incarnation_does_not_touch_the_newer() -> None:
     assert agent.state.workers == (("p0-w0", 2),)
 
 
+def test_a_kill_of_an_incarnation_before_the_last_does_not_tell_the_lasts_end() -> None:
+    agent = Agent()
+    agent.say(launch(incarnation=2), exited(incarnation=2))
+    assert agent.say(kill(incarnation=1)) == [gone("not running", incarnation=1)]
+    assert agent.say(kill(incarnation=2)) == [gone("exit:1", incarnation=2)]
+
+
+def test_a_process_that_is_still_being_started_is_signalled_once_it_is_there() -> None:
+    agent = Agent()
+    agent.state, _ = agent.core.step(agent.state, Input(agent.now_ms, launch()))
+    assert agent.say(kill(grace_ms=0)) == [], "there is nothing to signal yet"
+    assert agent.say(Started(WorkerId("p0-w0"), Incarnation(1))) == [signal(True)]
+    assert agent.say(exited(how="signal:9")) == [gone("killed:plan"), free()]
+
+
 def test_a_reclaim_without_notice_kills_at_once_without_sigterm() -> None:
     agent = Agent()
     agent.say(launch(), launch("p0-w1", 1, 1))
@@ -205,6 +220,15 @@ def test_a_reclaim_taken_back_is_not_enforced_and_a_later_process_is_not_its_vic
     agent.now_ms += 1
     assert agent.say(launch(incarnation=2)) == [spawn(incarnation=2)]
     assert agent.wait(60_000) == []
+
+
+def test_a_reclaim_that_was_enforced_and_is_delivered_again_is_no_second_one() -> None:
+    agent = Agent()
+    agent.say(launch())
+    assert agent.say(reclaimed(), seq=7) == [signal(True)]
+    agent.say(exited(how="signal:9"))
+    assert agent.say(launch(incarnation=2)) == [spawn(incarnation=2)]
+    assert agent.say(reclaimed(), seq=7) == []
 
 
 def test_a_restarted_agent_adopts_reports_and_enforces_what_it_missed() -> None:

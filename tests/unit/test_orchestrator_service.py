@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from typing import Any
 
 import pytest
 
 from messages import subjects
+from messages.elastic_scheduler import GpuAvailable
 from messages.envelope import Message, decode, encode
-from messages.executors import ReconfigurationPlan
-from messages.ids import Activity, PolicyVersion, WorkerId
+from messages.executors import Assign, ReconfigurationPlan
+from messages.ids import Activity, NodeId, PolicyVersion, WorkerId
 from messages.monitor import DeadLetter
 from messages.orchestrator import PlanProgress, RoleSet, WeightsApplied, WorkerReady
 from messages.pipeline_scheduler import WeightsPublished
 from messages.runtime_tracker import NodeHeartbeat
 from pearl_state.codec import decode_table, encode_table
 from pearl_state.model import RoleTable
+from pearl_state.store import Lease
 from services.durable import durable_state
 from services.orchestrator.config import Config
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.service import Orchestrator
-from services.runtime.bus import BucketSpec, Bus
+from services.runtime.bus import BucketSpec, Bus, Delivery
 from services.runtime.bus_memory import MemoryBroker
 from services.runtime.clock import now_ms
 from services.runtime.core import Input
@@ -119,6 +122,18 @@ async def grow(bus: Bus) -> RoleTable:
     return await until(bus, lambda t: t.plan is None)
 
 
+def with_two_launched(table: RoleTable) -> RoleTable:
+    """The table of a successor, two events later: it has a plan, and waits for two processes."""
+    core = OrchestratorCore(Config.of(job_of()))
+    for seq, message in enumerate((weights(0), target(usable=R, colocated=2)), 1):
+        table, _ = core.step(table, Input(now_ms(), message, seq))
+    return table
+
+
+def ready(assign: Assign) -> WorkerReady:
+    return WorkerReady(worker=assign.worker, incarnation=assign.incarnation, endpoint="here", pid=1, init_ms=1)
+
+
 def target(**wanted: object):
     cluster = FakeCluster()
     return cluster.make_target(**wanted)  # type: ignore[arg-type]
@@ -182,6 +197,98 @@ async def test_standby_takes_over_and_the_old_one_is_deposed(bus: Bus):
         async with asyncio.timeout(30):
             while one.table != final:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("when", ["before a turn", "within a turn"])
+async def test_what_it_fetched_is_for_its_successor_once_its_lease_does_not_count(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch, when: str
+):
+    """By the table that it knows the event is about a process that there is not; by the successor's, one that it waits for."""
+    lapsed = [False]
+
+    def held(lease: Lease) -> bool:
+        counts, lapsed[0] = not lapsed[0], False
+        return counts
+
+    monkeypatch.setattr(Lease, "held", property(held))
+    async with running(bus) as orchestrator:
+        table = with_two_launched(await until(bus, lambda t: t.epoch == 1))
+        assert table.plan is not None
+        step_all = orchestrator._core.step_all
+
+        def stood_still(before: RoleTable, events: Sequence[Input]):
+            if when == "within a turn" and before.epoch == 1:
+                lapsed[0] = lapsed[0] or any(isinstance(event.message, WorkerReady) for event in events)
+            return step_all(before, events)
+
+        monkeypatch.setattr(orchestrator._core, "step_all", stood_still)
+        lapsed[0] = when == "before a turn"
+        entry = await bus.get(subjects.roles_bucket(JOB), subjects.TABLE_KEY)
+        assert entry is not None
+        await bus.put(subjects.roles_bucket(JOB), subjects.TABLE_KEY, encode_table(table), last_revision=entry.revision)
+        first = table.plan.add[0]
+        await say(
+            bus,
+            ready(first),
+            GpuAvailable(node=NodeId("p0"), gpus=(0,)),  # the successor's table is of later than the event above
+        )
+        final = await until(bus, lambda t: t.epoch > table.epoch)
+        row = final.row(first.worker)
+        assert row is not None and row.endpoint == "here"
+
+
+async def test_a_lease_that_was_gone_for_a_while_is_no_proof_that_nobody_wrote():
+    """Another was in charge and is gone again when the lease is renewed: it is held, and the table is not the one that is known."""
+    now = [now_ms()]
+    bus = MemoryBroker(lambda: now[0]).connect()
+    for entry in durable_state(JOB):
+        await (bus.ensure_bucket if isinstance(entry.spec, BucketSpec) else bus.ensure_stream)(entry.spec)  # type: ignore[arg-type]
+    async with running(bus, clock=lambda: now[0]) as orchestrator:
+        table = with_two_launched(await until(bus, lambda t: t.epoch == 1))
+        lease = orchestrator._lease
+        assert lease is not None and table.plan is not None
+        now[0] += 10_000
+        entry = await bus.get(subjects.roles_bucket(JOB), subjects.TABLE_KEY)
+        assert entry is not None
+        await bus.put(subjects.roles_bucket(JOB), subjects.TABLE_KEY, encode_table(table), last_revision=entry.revision)
+        await lease.renew()
+        first = table.plan.add[0]
+        await say(bus, ready(first), GpuAvailable(node=NodeId("p0"), gpus=(0,)))
+        async with asyncio.timeout(30):
+            while orchestrator.table is not None:  # noqa: ASYNC110 - until it is deposed
+                await asyncio.sleep(0.005)
+        now[0] += 10_000  # its own lease runs out
+        final = await until(bus, lambda t: t.epoch > table.epoch)
+        row = final.row(first.worker)
+        assert row is not None and row.endpoint == "here"
+
+
+async def test_what_was_acknowledged_is_not_given_back(bus: Bus, monkeypatch: pytest.MonkeyPatch):
+    acknowledged: set[int] = set()
+    returned: set[int] = set()
+    consume = bus.consume
+
+    async def watched(*arguments: Any, **named: Any) -> Any:
+        consumer = await consume(*arguments, **named)
+        ack, nak = consumer.ack, consumer.nak
+
+        async def noted_ack(delivery: Delivery) -> None:
+            await ack(delivery)
+            acknowledged.add(delivery.seq)
+
+        async def noted_nak(delivery: Delivery, delay_s: float) -> None:
+            returned.add(delivery.seq)
+            await nak(delivery, delay_s)
+
+        monkeypatch.setattr(consumer, "ack", noted_ack)
+        monkeypatch.setattr(consumer, "nak", noted_nak)
+        return consumer
+
+    monkeypatch.setattr(bus, "consume", watched)
+    async with running(bus):
+        await say(bus, weights(0), target(usable=R, colocated=2))
+        await grow(bus)
+    assert acknowledged and not acknowledged & returned
 
 
 async def test_senseless_and_unreadable_messages_become_dead_letters(bus: Bus):

@@ -206,6 +206,15 @@ def test_update_commands_are_repeated_to_those_behind_only() -> None:
     assert [command.worker for command in kinds(loop.feed(Tick(), 600), UpdateWeights)] == ["n1-w0"]
 
 
+def test_an_update_is_asked_for_again_when_its_time_has_come_and_not_before() -> None:
+    loop = Loop()
+    loop.feed(table(0, 1))
+    (asked,) = kinds(loop.feed(published(1)), UpdateWeights)
+    assert asked.worker == "n0-w0"
+    assert kinds(loop.feed(Tick(), CONFIG.command_retry_ms - 1), UpdateWeights) == []
+    assert kinds(loop.feed(Tick(), 1), UpdateWeights) == [asked]
+
+
 def test_one_worker_that_never_updates_does_not_stop_the_job() -> None:
     loop = Loop()
     loop.serve(0)
@@ -260,6 +269,19 @@ def test_a_failed_episode_is_retried_then_its_group_replaced() -> None:
     assert len(fresh) == 2 and fresh[0].group == "b0-g0r1" and fresh[0].task_seed != task.task_seed
     assert loop.state.replaced_groups == 1
     assert loop.feed(end(loop.tasks()[1])) == []  # the old group's other member ends in vain
+
+
+def test_what_is_said_again_of_an_earlier_try_changes_nothing() -> None:
+    loop = Loop()
+    loop.serve(0)
+    task = loop.tasks()[0]
+    (again,) = kinds(loop.feed(end(task, "failed")), RolloutTask)
+    before = loop.state
+    assert loop.feed(end(task, "failed")) == [], "the broker delivers it again"
+    assert loop.feed(end(task)) == [], "a second agent ended the try that the first gave up"
+    assert loop.state == before
+    loop.feed(end(again))
+    assert loop.state.ended == 1
 
 
 def test_tokens_older_than_the_bound_never_enter_a_batch() -> None:
@@ -442,6 +464,41 @@ def test_a_trainer_that_is_ahead_takes_the_loop_along() -> None:
     before = loop.state
     loop.feed(step_finished(1))
     assert loop.state == before, "the trainer says its last step again: it is accounted for"
+
+
+def test_a_trainer_that_is_ahead_leaves_what_runs_for_its_next_batch_alone() -> None:
+    loop = Loop()
+    loop.serve(0)
+    for each in loop.tasks()[:3]:
+        loop.feed(end(each))
+    for each in [task for task in loop.tasks() if task.batch == 1]:
+        loop.feed(end(each))
+    (batch,) = [batch for batch in loop.state.batches if batch.batch == 1]
+    assert (len(batch.groups), batch.ended, batch.running) == (CONFIG.groups, 2, 2), "all of batch 1 was admitted"
+    loop.feed(published(1))  # trained from a batch 0 that this state never saw complete
+    loop.feed(table(1))
+    (batch,) = [batch for batch in loop.state.batches if batch.batch == 1]
+    assert (batch.ended, batch.running) == (2, 2)
+    given = [task.trajectory for task in loop.tasks()]
+    assert len(given) == len(set(given)), "and none of it was given out twice"
+    assert {task.batch for task in loop.tasks()} == {0, 1, 2}
+
+
+def test_the_journals_floor_does_not_fall_when_the_trainer_got_ahead() -> None:
+    """What is below it was let go; an evaluation that begins after that has nothing there."""
+    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=1, evaluate_episodes=1, staleness=0))
+    loop.serve(0)
+    for seq, each in enumerate(loop.tasks(), 1):
+        loop.feed(end(each, seq=seq))
+    loop.feed(step_finished(0))
+    floor = loop.state.journal_floor
+    assert floor > 0
+    loop.serve(1)
+    loop.serve(2)  # batch 1 was trained; the stream does not know it any more
+    for seq, each in enumerate([task for task in loop.tasks() if task.batch == 2 and not task.evaluation], 10):
+        loop.feed(end(each, seq=seq))
+    loop.feed(step_finished(2))
+    assert loop.state.trained == 3 and loop.state.journal_floor == floor, "version 2 is still being evaluated"
 
 
 def test_training_that_was_begun_when_the_trainer_got_ahead_is_finished() -> None:

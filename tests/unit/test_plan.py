@@ -124,10 +124,16 @@ def test_ties_prefer_reserved_slots_and_whole_nodes():
     assert choose_members(full, workers, Counts(colocated=1)) == ("z-w0",)
 
 
-def test_of_equals_decode_workers_stay():
-    rows = [row("a-w0", Role.DECODE), row("a-w1", Role.PREFILL), row("b-w0", Role.DECODE), row("b-w1", Role.PREFILL)]
+def test_slots_are_taken_where_most_are_free() -> None:
+    empty = [row(worker, activity=Activity.INACTIVE) for worker in ("a-w0", "b-w0", "b-w1", "c-w0")]
+    assert choose_members(empty, [r.worker for r in empty], Counts(colocated=2)) == ("b-w0", "b-w1")
+
+
+@pytest.mark.parametrize("roles", [(Role.DECODE, Role.PREFILL), (Role.PREFILL, Role.DECODE)])
+def test_of_equals_decode_workers_stay(roles: tuple[Role, Role]):
+    rows = [row(f"{node}-w{index}", role) for node in ("a", "b") for index, role in enumerate(roles)]
     kept = choose_members(rows, [r.worker for r in rows], Counts(colocated=3))
-    assert "a-w0" in kept and "b-w0" in kept
+    assert {each.worker for each in rows if each.role is Role.DECODE} < set(kept)
 
 
 def leaving_order(rows: list[Row], role: Role) -> list[list[str]]:

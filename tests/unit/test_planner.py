@@ -174,10 +174,26 @@ def test_what_was_measured_corrects_its_own_configuration_most() -> None:
     assert 1.2 < own < 1.31 and own > near > far > other > 1.1  # constants that are wrong are wrong for all
     assert learned.spread((2, 6, 0)) < learned.spread((7, 1, 0)) < learned.spread((0, 0, 8))
     assert correction([]).factor((1, 1, 0)) == 1.0
-    assert correction([Observed(1, 1, 0, 0.0, 5.0)]).factor((1, 1, 0)) == 1.0
+    for nothing in (Observed(1, 1, 0, 0.0, 5.0), Observed(1, 1, 0, 5.0, 0.0)):
+        assert correction([nothing]).factor((1, 1, 0)) == 1.0
 
 
-@pytest.mark.parametrize("counts", [(2, 0, 0), (0, 2, 0), (0, 0, 0)])
+def test_the_newest_measurement_counts_most() -> None:
+    counts = (2, 6, 0)
+    slow, fast = Observed(*counts, 100.0, 150.0), Observed(*counts, 100.0, 100.0)
+    later_slow, later_fast = (correction(each).factor(counts) for each in ([fast, slow], [slow, fast]))
+    assert later_fast < later_slow
+
+
+def test_the_time_between_ends_of_batches_that_overlap_says_less() -> None:
+    counts = (2, 6, 0)
+    measured = [Observed(*counts, 100.0, 130.0)]
+    apart, overlapping = correction(measured), correction(measured, overlap=True)
+    assert 1.0 < overlapping.factor(counts) < apart.factor(counts)
+    assert overlapping.spread(counts) > apart.spread(counts)
+
+
+@pytest.mark.parametrize("counts", [(2, 0, 0), (0, 2, 0), (0, 0, 0), (2, 0, 3), (0, 2, 3)])
 def test_a_measurement_of_workers_that_cannot_serve_by_themselves_says_nothing(counts: tuple[int, int, int]) -> None:
     sound = Observed(2, 6, 0, 100.0, 130.0)
     learned = correction([Observed(*counts, 100.0, 300.0), sound])

@@ -55,6 +55,22 @@ def test_a_pool_does_its_work() -> None:
     assert given == [], "the initializer ran elsewhere"
 
 
+def test_a_block_that_ends_well_waits_for_what_it_submitted() -> None:
+    with worker_pool(2) as workers:
+        begun = [workers.submit(pow, 3, each) for each in range(40)]
+    assert [each.result(timeout=0) for each in begun] == [3**each for each in range(40)]
+
+
+def test_a_terminals_ctrl_c_leaves_the_decision_to_the_parent() -> None:
+    with worker_pool(1) as workers:
+        assert workers.submit(signal.getsignal, signal.SIGINT).result(timeout=60) == signal.SIG_IGN
+
+
+def test_a_machine_with_many_cores_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "cores", lambda: 3 * MOST_PROCESSES)
+    assert pool_size(None) == pool_size(2**30) == 3 * MOST_PROCESSES
+
+
 def test_how_many() -> None:
     assert pool_size(None) == pool_size(0) == cores()
     assert pool_size(10**6) == max(MOST_PROCESSES, cores())

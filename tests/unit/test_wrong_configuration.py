@@ -17,10 +17,11 @@ from pathlib import Path
 import pytest
 
 from messages.ids import Incarnation
+from services.cli import up
 from services.cli.__main__ import main
 from services.cli.demo_jobs import template
 from services.cli.progress import progress
-from services.jobfile import ConfigError, load
+from services.jobfile import ConfigError, JobFile, load
 from services.node_agent.config import Config as NodeConfig
 from services.node_agent.config import command_line
 from services.supervisor.roster import roster
@@ -74,6 +75,16 @@ def no_progress(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(progress.__wrapped__.__kwdefaults__, "first_s", 600.0)
 
 
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake that is overlooked fails the test; it does not run a job."""
+
+    def start(job: JobFile, *_: object, **__: object) -> None:
+        raise AssertionError(f"job {job.job.name} was started")
+
+    monkeypatch.setattr(up, "Supervisor", start)
+
+
 def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
     """Run a command that must refuse its input; returns what it said."""
     status = main([str(each) for each in argv])
@@ -108,6 +119,8 @@ FILES = [
     ("[training]\nranks = 5\n", ("training.ranks = 5", "1 GPUs", "lower ranks")),
     ("[rollout]\ngpus_per_worker = 2\n", ("nodes.t: 1 GPUs are not enough", "rollout.gpus_per_worker = 2")),
     ("[timeouts]\ndrain_ms = 60000\n", ("timeouts.drain_ms must be below timeouts.apply_ms",)),
+    ("[timeouts]\ndrain_ms = 7000\napply_ms = 7000\n", ("timeouts.drain_ms must be below timeouts.apply_ms",)),
+    ("[timeouts]\ndrain_ms = 500\napply_ms = 1000\n", ("timeouts.apply_ms", "timeouts.admission_pause_ms")),
     ("[timeouts]\nlease_ms = 1\n", ("timeouts.lease_ms = 1", "at least")),
     ("[agent]\nprocesses = 100000\n", ("agent.processes = 100000", "at most")),
     ("[agent]\ntask_ack_wait_ms = 1\n", ("agent.task_ack_wait_ms = 1", "at least")),
@@ -124,6 +137,7 @@ FILES = [
 ]
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("text", "parts"), FILES, ids=[parts[0] for _, parts in FILES])
 def test_a_wrong_job_file_is_refused(
     text: str, parts: tuple[str, ...], job_file: Callable[..., Path], capsys: pytest.CaptureFixture[str]
@@ -163,6 +177,23 @@ def test_the_job_files_we_ship_are_right(tmp_path: Path) -> None:
         path.write_text(template(engine))
         assert load(path).nodes
     assert load(ROOT / "examples/my_environment/job.toml").nodes
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[timeouts]\ndrain_ms = 6999\napply_ms = 7000\n",
+        "[timeouts]\ndrain_ms = 500\napply_ms = 1001\n",
+        '[rollout.sglang]\nweights = "tensor"\n[rollout.sglang.adopt]\nr-w0 = "http://localhost:30000"\n',
+        '[rollout.sglang]\nweights = "tensor"\n[rollout.sglang.adopt]\nr-w0 = "http://10.0.0.7:30000"\n'
+        '[[nodes]]\nname = "r"\nzone = "reserved"\ngpus = 1\naddress = "10.0.0.7"\n'
+        '[[nodes]]\nname = "t"\nzone = "training"\ngpus = 1\n',
+        '[rollout.sglang]\nweights = "distributed"\n[rollout.sglang.adopt]\nr-w0 = "http://10.0.0.7:30000"\n',
+    ],
+    ids=["drain", "apply", "same machine", "same node", "another machine"],
+)
+def test_a_job_file_just_within_the_rules_is_taken(text: str, job_file: Callable[..., Path]) -> None:
+    assert load(job_file(text)).nodes
 
 
 def test_a_demo_on_sglang_needs_sglang(
@@ -231,6 +262,7 @@ MORE = [
 ]
 
 
+@pytest.mark.usefixtures("nothing_starts")
 @pytest.mark.parametrize(("text", "nodes", "parts"), MORE, ids=[parts[0] for _, _, parts in MORE])
 def test_what_a_job_file_names_is_looked_at_before_anything_starts(
     text: str,

@@ -258,6 +258,17 @@ def test_folders_that_cannot_be_written(tmp_path: Path) -> None:
             report_folder(str(path))
 
 
+def test_a_report_goes_to_what_a_link_names(tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path / "out")
+    assert report_folder(str(link)) == tmp_path / "out", "which is still to be made"
+    nowhere = tmp_path / "nowhere"
+    nowhere.symlink_to(tmp_path / "none" / "deep")
+    with pytest.raises(ConfigError, match="none/deep"):
+        report_folder(str(nowhere))
+    assert report_folder(None) is None
+
+
 def test_tables_sort_by_value_and_missing_numbers_go_last() -> None:
     text = html.table(["name", "x"], [["a", html.num(12_345.0)], ["b", html.num(None)]])
     assert 'data-v="12345"' in text and 'data-v="-1e+308"' in text and 'scope="col"' in text
