@@ -152,7 +152,7 @@ def question_of(record: DecisionRecord) -> Question:
     """What the decision in a record was made from."""
     thresholds = record.thresholds
     return Question(
-        profile=profile_of(record.profile),
+        profile=msgspec.structs.replace(profile_of(record.profile), train_step=record.train_step),
         policy=Policy(
             ratio_threshold=thresholds["ratio"],
             mode_threshold=thresholds["mode"],
@@ -188,6 +188,7 @@ def _evidence_of(record: DecisionRecord) -> Evidence | None:
         limits=Limits(**limits),
         quick=record.quick,
         train_s=record.limits.get("train_s", 0.0),
+        averages=record.averages,
     )
 
 
