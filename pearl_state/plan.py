@@ -4,8 +4,9 @@ Which workers join and leave is fixed by the target's active set; among the surv
 as it has and may have, and the excess is reassigned. Nothing can do with fewer changes. Where several plans are
 minimal, ties are broken for locality, always in the same way:
 
-- whole nodes leave first, lent GPUs before preemptible before reserved; of what is left, prefix-warm decode workers
-  stay longest;
+- whole nodes leave first, lent GPUs before preemptible before reserved, and of each the largest that may leave; of what
+  is left, likewise lent before preemptible before reserved, then workers of the smallest nodes, and of one node prefix-warm
+  decode workers stay longest; among equals, the later name leaves;
 - workers that are already preparing are taken before slots that would have to start, in the opposite order;
 - a joiner takes the role its slot had (so a group keeps its roles when it is planned again).
 """

@@ -239,7 +239,7 @@ async def measure(
     """
     path = job_of(folder, workers, time_scale)
     job = jobfile.load(path)
-    supervisor = Supervisor(job, path, on_event=say)
+    supervisor = Supervisor(job, path)
     begun = time.monotonic()
     try:
         say(f"starting the services and {workers} emulated workers ...")

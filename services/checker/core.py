@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
 from typing import Final
 
 import msgspec
@@ -31,6 +32,8 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     staleness: int
     journal_from: int = 1
     """Lowest journal sequence that was not purged; what is said about older ones is not held against the journal."""
+    whole_from: int = 0
+    """First batch all of whose events are still in the stream. What only trimmed events could show of earlier ones is unseen."""
     rewound: int = 0
     """How often the broker came back without its last moments (`store.rewound/1`): what it lost was done again, which is counted."""
     attempts_logged: bool = True
@@ -54,6 +57,20 @@ class Violation(msgspec.Struct, frozen=True):
         return f"{self.rule}: {self.text}"
 
 
+class Trimmed(msgspec.Struct, frozen=True, kw_only=True):
+    """A stream that does not begin with its first message any more: limits, or a purge, took the oldest."""
+
+    stream: str
+    gone: int  # messages before the oldest that is left
+    from_ms: int = 0  # Unix ms of that one; 0: none is left
+
+    def __str__(self) -> str:
+        if not self.from_ms:
+            return f"{self.stream}: nothing is left; {self.gone} messages were not seen"
+        moment = datetime.fromtimestamp(self.from_ms / 1000, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        return f"{self.stream}: checked from {moment} on; {self.gone} earlier messages were trimmed, and not seen"
+
+
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     """What the records show. Held-out episodes are checked and not counted; tokens are reply tokens."""
 
@@ -73,6 +90,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     trained: int
     strays: int = 0  # messages in the run's streams that cannot be read or were refused: no record of anything
     stray: tuple[str, ...] = ()  # the first of them
+    unseen: int = 0  # trajectories of batches whose end was trimmed: neither lost nor checked
+    trimmed: tuple[Trimmed, ...] = ()  # streams of which only the newest messages could be checked
     violations: tuple[Violation, ...] = ()
 
     @property
@@ -88,7 +107,7 @@ class _Found:
         self.violations: list[Violation] = []
         self.lost: set[str] = set()
         self.duplicated = self.regenerated = self.undelivered = self.lost_with_edge = self.staleness_max = 0
-        self.redone = self.forgotten = 0
+        self.redone = self.forgotten = self.unseen = 0
 
     def add(self, rule: str, text: str) -> None:
         self.violations.append(Violation(rule, text))
@@ -134,6 +153,7 @@ def check(
         interrupted=len(interruptions),
         redone=found.redone,
         forgotten=found.forgotten,
+        unseen=found.unseen,
         staleness_max=found.staleness_max,
         batches=len(by_batch),
         trained=len({step.batch for step in steps}),
@@ -248,7 +268,7 @@ def _check_batches(
             if item.trajectory in batch_of:
                 found.again("counted_twice", f"{item.trajectory} is in batch {batch_of[item.trajectory]} and {number}")
             batch_of[item.trajectory] = number
-            _check_item(found, number, item, by_try)
+            _check_item(found, expected, number, item, by_try)
         wrong = {group: size for group, size in sizes.items() if size != expected.group_size}
         if wrong:
             found.add("group_size", f"batch {number}: groups of other size than {expected.group_size}: {wrong}")
@@ -259,8 +279,13 @@ def _check_batches(
                 found.again("group_twice", f"group {group} is in batch {groups_of[group]} and {number}")
 
 
-def _check_item(found: _Found, number: int, item: BatchItem, by_try: dict[Try, TrajectoryCompleted]) -> None:
+def _check_item(
+    found: _Found, expected: Expected, number: int, item: BatchItem, by_try: dict[Try, TrajectoryCompleted]
+) -> None:
     tries = [end for (trajectory, _), end in by_try.items() if trajectory == item.trajectory]
+    if not tries and number < expected.whole_from:
+        found.unseen += 1
+        return
     if not tries:
         found.lost.add(item.trajectory)
         found.add("end_missing", f"batch {number}: {item.trajectory} never ended")
@@ -279,7 +304,8 @@ def _check_steps(
     found: _Found, expected: Expected, steps: Iterable[StepFinished], by_batch: dict[int, BatchReady]
 ) -> None:
     """Batches are trained once each, in order, each ready before. What the broker lost of them is counted."""
-    due = 0
+    due = 0 if not expected.whole_from else None  # None: the first that is left may be any
+    ready_from = min(by_batch, default=expected.whole_from) if expected.whole_from else 0
     seen: dict[int, StepFinished] = {}
     for step in steps:
         if step.batch in seen:
@@ -287,13 +313,17 @@ def _check_steps(
                 found.again("trained_twice", f"batch {step.batch} was trained more than once")
             continue
         seen[step.batch] = step
-        if expected.rewound and step.batch > due:
+        if due is None:
+            pass
+        elif expected.rewound and step.batch > due:
             found.forgotten += step.batch - due
         elif step.batch != due:
             found.add("trained_unordered", f"batch {step.batch} was trained when {due} was due")
         due = step.batch + 1
         if step.version != step.batch + 1:
             found.add("version_wrong", f"batch {step.batch} made version {step.version}")
+        if step.batch < min(ready_from, expected.whole_from):
+            continue  # it was ready before what is left begins
         if step.batch not in by_batch and expected.rewound:
             found.forgotten += 1
         elif step.batch not in by_batch:

@@ -12,6 +12,7 @@ import pytest
 
 from services.jobfile import JobFile, JobSection, NatsSection
 from services.nats_server.process import EmbeddedServer, ServerError
+from services.runtime.log import told
 from services.supervisor import service
 from services.supervisor.roster import ServiceProcess
 from services.supervisor.service import Supervisor
@@ -50,13 +51,14 @@ async def test_processes_are_restarted_though_nobody_reads_of_it(
 ) -> None:
     monkeypatch.setattr(service, "BACKOFF_S", (0.0,))
     monkeypatch.setattr(service, "roster", lambda _: (ServiceProcess("router", "router"),))
-    supervisor = Failing(job, Path("job.toml"), on_event=nobody_reads)
+    supervisor = Failing(job, Path("job.toml"))
     supervisor.refused = refused
-    await supervisor.start()
-    try:
-        await until(lambda: supervisor.restarts.get("router", 0) >= 3)
-    finally:
-        await supervisor.stop()
+    with told(nobody_reads):
+        await supervisor.start()
+        try:
+            await until(lambda: supervisor.restarts.get("router", 0) >= 3)
+        finally:
+            await supervisor.stop()
 
 
 class StubbornServer:
@@ -80,12 +82,13 @@ class StubbornServer:
 async def test_a_server_that_does_not_start_is_tried_again(job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "BACKOFF_S", (0.0,))
     said: list[str] = []
-    supervisor: Any = Supervisor(job, Path("job.toml"), on_event=said.append)
+    supervisor: Any = Supervisor(job, Path("job.toml"))
     server = StubbornServer()
     supervisor.server = cast("EmbeddedServer", server)
-    watching = asyncio.create_task(supervisor._watch_server())
-    async with asyncio.timeout(60):
-        await server.runs.wait()
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    with told(said.append):
+        watching = asyncio.create_task(supervisor._watch_server())
+        async with asyncio.timeout(60):
+            await server.runs.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     assert server.starts == 3 and sum("no answer within 20 s" in each for each in said) == 2
