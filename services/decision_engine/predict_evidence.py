@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_tokens: int = 512
     max_running: int = 64
-    replay_turns: int = 6_000
+    replay_turns: int = 4_000
     tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
     fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
     in_flight_percent: int = 0  # of a batch, where the next one begins as slots free up; 0: one batch after the other
