@@ -380,7 +380,8 @@ def _incumbent(state: State, budget: BudgetChanged) -> Incumbent | None:
     """What runs now, seen from the slots that stay usable: the last target, or what served before it where that can no longer come."""
     if state.target is None:
         return None
-    mode, (prefill, decode, colocated) = state.target.mode, counts_of(state.target)
+    target = state.target
+    mode, (prefill, decode, colocated) = target.mode, (target.prefill, target.decode, target.colocated)
     still = _still(state, budget)
     if still is not None:
         mode, (prefill, decode, colocated) = still
