@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -74,6 +75,7 @@ def _type(annotation: object) -> str:
     text = (
         annotation.__name__ if isinstance(annotation, type) and not hasattr(annotation, "__args__") else str(annotation)
     )
+    text = re.sub(r"(?:typing\.)?Annotated\[(\w+), msgspec\.Meta\([^()]*\)\]", r"\1", text)
     for module in ("messages.ids.", "messages.", "typing."):
         text = text.replace(module, "")
     return text.replace("|", "\\|")

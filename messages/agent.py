@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from messages.envelope import Bulk, Message
+from messages.envelope import Bulk, Finite, Message
 from messages.ids import GroupId, Incarnation, PolicyVersion, RequestId, RoleGeneration, TrajectoryId, WorkerId
 
 
@@ -63,7 +63,7 @@ class TokenChunk(Bulk, frozen=True, kw_only=True, tag="token.chunk/1", gc=False)
     incarnation: Incarnation
     offset: int
     tokens: list[int]
-    logprobs: list[float]
+    logprobs: list[Finite]
     version: PolicyVersion
     finish: str = ""
     reason: str = ""
@@ -95,12 +95,12 @@ class TurnFinished(Bulk, frozen=True, kw_only=True, tag="turn.finished/1", gc=Fa
     attempts: int
     prompt_new: list[int]  # prompt tokens this turn added to the context
     reply: list[int]
-    logprobs: list[float]
+    logprobs: list[Finite]
     spans: tuple[VersionSpan, ...]
     finish: str
     action: str  # what the environment was given
-    env_s: float
-    wall_s: float
+    env_s: Finite
+    wall_s: Finite
     worker: WorkerId
     cached_tokens: int = 0
 

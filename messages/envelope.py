@@ -7,16 +7,21 @@ apart by the first byte: a JSON object starts with `{` or white space, a Message
 
 Decoding is in two stages: `kind_of` reads the tag only, then `decode` reads the body strictly. The
 ways to fail are exceptions of their own, all `UndecodableMessage`, so that a receiver can dead-letter
-with a reason. Unknown fields are ignored (a newer sender may add defaulted ones). A receiver of a subject
-uses `messages.subjects.decode_on`, which also holds the message against the subject it came on.
+with a reason. Unknown fields are ignored (a newer sender may add defaulted ones). No decoded field is NaN or
+infinite: JSON cannot say such numbers, and the floats of `Bulk` kinds are declared `Finite`. A receiver of
+a subject uses `messages.subjects.decode_on`, which also holds the message against the subject it came on.
 """
 
 from __future__ import annotations
 
 import re
-from typing import Any, ClassVar, Final, TypeVar, cast
+import sys
+from typing import Annotated, Any, ClassVar, Final, TypeVar, cast
 
 import msgspec
+
+Finite = Annotated[float, msgspec.Meta(ge=-sys.float_info.max, le=sys.float_info.max)]
+"""A float that MessagePack carries: decoding refuses NaN and infinities, for the price of a comparison each."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag="message/0"):

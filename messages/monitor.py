@@ -33,6 +33,16 @@ class Observed(msgspec.Struct, frozen=True):
     batch: int = -1
 
 
+class Averaged(msgspec.Struct, frozen=True):
+    """How ratios of `workers` workers compare with colocation by the samples of several profiles, the newest of `train_step`."""
+
+    workers: int
+    train_step: int
+    weight: float  # samples in it: older ones count less
+    shift: float  # by how much, on average, the newest sample's logarithms were moved
+    logs: dict[int, float]  # by number of prefill workers: the logarithm of the predicted makespan over colocation's
+
+
 class Incumbent(msgspec.Struct, frozen=True):
     """What ran when a decision was made.
 
@@ -89,6 +99,7 @@ class DecisionRecord(Message, frozen=True, kw_only=True, tag="decision.recorded/
     may_probe: bool = False  # some mode was never measured, and no trial was spent yet
     holding: tuple[int, int, int] | None = None  # (prefill, decode, colocated) of the trial that runs
     probe: bool = False  # what was chosen is a trial of a mode that was never measured
+    averages: tuple[Averaged, ...] = ()  # what earlier samples predicted
     left: int = -1  # trajectories of the current batch alone, that the gate counts where batches overlap; -1: not told
 
 

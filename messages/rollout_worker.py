@@ -6,7 +6,7 @@ is seen; each is idempotent. A command with an older `role_generation` than the 
 
 from __future__ import annotations
 
-from messages.envelope import Bulk, Message
+from messages.envelope import Bulk, Finite, Message
 from messages.ids import Incarnation, PolicyVersion, RequestId, Role, RoleGeneration, TrajectoryId, WorkerId
 
 
@@ -76,7 +76,7 @@ class Generate(Bulk, frozen=True, kw_only=True, tag="request.generate/1", gc=Fal
     prompt: list[int]
     prefix: list[int]
     max_new_tokens: int
-    temperature: float
+    temperature: Finite
     seed: int
     stop_ids: list[int]
     reply: str

@@ -16,7 +16,8 @@ from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.rollout_worker import CancelRequest, Generate
 from messages.router import AssignRequest
 from pearl_state.model import RoleTable, Row
-from services.checker.core import Expected, Journalled, Report, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled, Report
 from services.runtime.bus import Bus, StreamSpec
 
 Answer = Callable[[Generate], list[int]]

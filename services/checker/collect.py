@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import struct
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -19,10 +20,10 @@ from messages.envelope import MAX_MESSAGE_BYTES, Message, UndecodableMessage, de
 from messages.monitor import DeadLetter, StoreRewound
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, event_subject, stream
-from services.checker.core import Expected, Journalled, Report, Violation
 from services.checker.core import check as judge
+from services.checker.core_report import Expected, Journalled, Report, Trimmed, Violation
 from services.jobfile import JobFile
-from services.runtime.bus import Bus
+from services.runtime.bus import Bus, Delivery
 
 LENGTH = struct.Struct(">I")
 """Before each frame of an attempt log: its length in bytes, big-endian."""
@@ -51,13 +52,20 @@ async def check(bus: Bus, job: JobFile) -> Report:
     refused = await refused_events(bus, name, JUDGE)
     ev, kept = stream(name, "ev"), stream(name, "journal")
 
-    async def events(kind: type[M]) -> list[M]:
+    async def events(kind: type[M]) -> dict[int, M]:
         found = [found async for found in _messages(bus, name, ev, event_subject(name, kind), strays, kind)]
         strays.extend(f"{ev} {seq}: refused" for seq, _ in found if seq in refused)
-        return [message for seq, message in found if seq not in refused]
+        return {seq: message for seq, message in found if seq not in refused}
 
     rewound = await events(StoreRewound)
     batches, steps, ends = await events(BatchReady), await events(StepFinished), await events(TrajectoryCompleted)
+    # Looked at last: what is trimmed on the way is not held against the run.
+    oldest = await _oldest(bus, ev, f"pearl.{name}.ev.>")
+    whole_from = 0
+    if oldest is not None and oldest.seq > 1:
+        # Batch k was admitted after batch k - staleness - 1 was trained: with that train step, all of it is there.
+        left = [step.batch for seq, step in steps.items() if seq >= oldest.seq]
+        whole_from = min(left) + 1 + job.pipeline.staleness if left else sys.maxsize
     journal = [
         Journalled(seq, record)
         async for seq, record in _messages(
@@ -68,7 +76,7 @@ async def check(bus: Bus, job: JobFile) -> Report:
     journal_from = 1
     if not job.pipeline.keep_journal:
         # Purged from below. Of a journal with nothing left, all that the ends refer to is gone.
-        everything = max((seq for end in ends for seq in end.journal), default=0) + 1
+        everything = max((seq for end in ends.values() for seq in end.journal), default=0) + 1
         journal_from = journal[0].seq if journal else everything
     report = judge(
         Expected(
@@ -76,18 +84,41 @@ async def check(bus: Bus, job: JobFile) -> Report:
             group_size=job.pipeline.group_size,
             staleness=job.pipeline.staleness,
             journal_from=journal_from,
+            whole_from=whole_from,
             rewound=len(rewound),
             attempts_logged=files > 0,
         ),
         journal=journal,
         attempts=attempts,
-        ends=ends,
-        batches=batches,
-        steps=steps,
+        ends=ends.values(),
+        batches=batches.values(),
+        steps=steps.values(),
     )
+    trimmed = [
+        _trimmed(ev, oldest),
+        _trimmed(kept, await _oldest(bus, kept, f"pearl.{name}.journal.*"), journal_from - 1),
+        _trimmed(stream(name, "dead"), await _oldest(bus, stream(name, "dead"), f"pearl.{name}.dead.*")),
+    ]
     return msgspec.structs.replace(
-        report, strays=len(strays), stray=tuple(strays[:STRAYS_NAMED]), violations=(*unread, *report.violations)
+        report,
+        strays=len(strays),
+        stray=tuple(strays[:STRAYS_NAMED]),
+        trimmed=tuple(each for each in trimmed if each is not None),
+        violations=(*unread, *report.violations),
     )
+
+
+async def _oldest(bus: Bus, name: str, subject: str) -> Delivery | None:
+    async for delivery in bus.read(name, subject):
+        return delivery
+    return None
+
+
+def _trimmed(name: str, oldest: Delivery | None, gone: int = 0) -> Trimmed | None:
+    """`gone`: what is known to be missing of a stream with nothing left."""
+    if oldest is not None:
+        return Trimmed(stream=name, gone=oldest.seq - 1, from_ms=oldest.at_ms) if oldest.seq > 1 else None
+    return Trimmed(stream=name, gone=gone) if gone else None
 
 
 def read_attempt_logs(folder: Path, unread: list[Violation]) -> tuple[list[AttemptLogged], int]:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from services.cli.parser import build_parser
 from services.jobfile import ConfigError
+from services.runtime.log import told
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -18,7 +19,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = build_parser().parse_args(argv)
         command = f"pearl {arguments.command}"
-        status = importlib.import_module(f"services.cli.{arguments.module}").run(arguments)
+        run = importlib.import_module(f"services.cli.{arguments.module}").run
+        if arguments.command == "service":  # its log is for a file
+            status = run(arguments)
+        else:
+            with told(_tell):
+                status = run(arguments)
         sys.stdout.flush()  # here, where what fails of it can be said
         return status
     except ConfigError as error:
@@ -38,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except _failures() as error:
         print(f"{command}: {error}", file=sys.stderr)
         return 1
+
+
+def _tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _drop_output() -> None:

@@ -69,7 +69,7 @@ def _report_folder(arguments: argparse.Namespace) -> Path | None:
 
 def _scale(arguments: argparse.Namespace) -> int:
     """Exit 1 if the workers never all served."""
-    from services.bench import scale
+    from services.bench import scale, scale_figures
     from services.bench.figures import as_json, lines_svg, write_report
 
     report = _report_folder(arguments)
@@ -81,15 +81,15 @@ def _scale(arguments: argparse.Namespace) -> int:
         except scale.ScaleError as error:
             _say(f"pearl bench: {error}")
             return 1
-    figures = scale.figures(run)
+    figures = scale_figures.figures(run)
     if report is not None:
         write_report(figures, report)
-        (report / "scale.json").write_text(json.dumps(scale.as_json(run)) + "\n", encoding="utf-8")
-        memory = {name: [each / scale.MIB for each in samples] for name, samples in run.memory.items()}
+        (report / "scale.json").write_text(json.dumps(scale_figures.as_json(run)) + "\n", encoding="utf-8")
+        memory = {name: [each / scale_figures.MIB for each in samples] for name, samples in run.memory.items()}
         title = f"memory of each service, MiB, with {run.workers} workers"
         (report / "scale.svg").write_text(lines_svg(title, run.at_s, memory), encoding="utf-8")
     if arguments.json:
-        print(json.dumps({**as_json(figures), "scale": scale.as_json(run)}))
+        print(json.dumps({**as_json(figures), "scale": scale_figures.as_json(run)}))
     else:
         _print_figures(figures)
     return 0

@@ -22,6 +22,7 @@ from services.cli import demo_jobs
 from services.cli.doctor_sglang import look_at_sglang
 from services.cli.preflight import preflight
 from services.cli.progress import progress
+from services.cli.run_log import run_log
 from services.cli.runs import RUN_FILE
 from services.connect import connect
 from services.jobfile import ConfigError, JobFile
@@ -159,17 +160,22 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     on_interrupt(loop, interrupt)
     begun = time.monotonic()
     limit_s = SERVERS_LIMIT_S if job.rollout.engine == "sglang" else LIMIT_S
-    supervisor = Supervisor(job, path, on_event=lambda text: collector_say(text))
+    supervisor = Supervisor(job, path)
     collector: Collector | None = None
     bus: Bus | None = None
     seen_processes: dict[str, int] = {}
     cpu_s: dict[tuple[str, int], float] = {}  # by process; the last look at one that ended is within half a second
 
-    def collector_say(text: str) -> None:
-        if collector is not None:
+    def tell(text: str) -> None:
+        """In the live view among what happened, else as a line."""
+        if collector is not None and sys.stdout.isatty() and not quiet and not stop.is_set():
             collector.board.say(now_ms(), text)
+        else:
+            _progress(quiet, text)
 
+    logs = contextlib.ExitStack()
     try:
+        logs.enter_context(run_log(job, tell))
         _progress(quiet, "starting NATS and the services ...")
         with progress("starting NATS and the services"):
             await supervisor.start()
@@ -211,7 +217,7 @@ async def _demo(job: JobFile, path: Path, *, quiet: bool, picture: Path | None) 
     finally:
         if bus is not None:
             await bus.close()  # before its server goes, which it would complain of
-        with progress("stopping all processes"):
+        with logs, progress("stopping all processes"):
             await supervisor.stop()
 
 

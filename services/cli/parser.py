@@ -44,7 +44,7 @@ def build_parser() -> argparse.ArgumentParser:
     demo.add_argument("--record", metavar="FILE.svg", default=None, help="keep a picture of the live view there")
     demo.add_argument("--port", type=_port, default=0, help="of the embedded NATS server (default: any free port)")
 
-    up = command("up", "up", "run all services of a job file until Ctrl-C")
+    up = command("up", "up", "run all services of a job file until Ctrl-C; says when its train steps are done")
     _job(up)
     up.add_argument("--view", action="store_true", help="show the live view")
 
@@ -57,8 +57,7 @@ def build_parser() -> argparse.ArgumentParser:
     service.add_argument(
         "--index",
         type=int,
-        default=0,
-        help="agent, router, emulated_fleet, nats_server of nats.cluster: which of several",
+        help="agent, harness, router, emulated_fleet, nats_server of nats.cluster: which of several (default: 0)",
     )
 
     status = command("status", "status", "role table, budget, plan, profile, version, rates")

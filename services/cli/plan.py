@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from pearl_state.plan import plan_from_files
+from pearl_state.plan_files import plan_from_files
 from services.cli.decide import read_mapping
 from services.cli.progress import progress
 from services.jobfile import ConfigError

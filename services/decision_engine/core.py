@@ -18,6 +18,7 @@ from services.decision_engine.decide import Question
 from services.decision_engine.decide import answer as answer_to
 from services.decision_engine.learn import Learned, Predicts
 from services.decision_engine.predict import predicted_s
+from services.decision_engine.predict_average import kept
 from services.decision_engine.predict_evidence import Evidence
 from services.decision_engine.stakes import FLOW_MARGIN, MARGIN, PRIOR_LIFE_S, PRIOR_WORKER_LIFE_S, Stakes
 from services.profile import KEYS, OPTIONAL, problem_of
@@ -36,6 +37,7 @@ class Placed(msgspec.Struct, frozen=True):
 
     worker: WorkerId
     role: Role
+    serves: bool = True
 
 
 TRUSTED_STEPS = 2
@@ -156,7 +158,7 @@ class DecisionEngineCore:
     def on_table(self, state: State, table: RoleTable, now_ms: int) -> State:
         """Who serves in which role: tells the incumbent after a shrink, and what served a batch. Decides nothing."""
         placed = tuple(
-            Placed(row.worker, row.role)
+            Placed(row.worker, row.role, row.activity is Activity.ACTIVE)
             for row in table.rows
             if row.zone is not Zone.TRAINING
             and row.activity in (Activity.ACTIVE, Activity.TRANSITIONING)
@@ -177,6 +179,9 @@ class DecisionEngineCore:
         question = self._question(state, budget)
         found = answer_to(question)
         choice, borrow = found.choice, found.borrow
+        if question.evidence is not None and not question.evidence.quick:
+            seen = kept(state.learned.averages, choice.candidates, question.profile.train_step)
+            state = msgspec.structs.replace(state, learned=msgspec.structs.replace(state.learned, averages=seen))
         usable = (*budget.dedicated, *budget.overlap) if borrow else budget.dedicated
         chosen, last = choice.chosen, state.target
         changed = last is None or (last.prefill, last.decode, last.colocated, last.borrow) != (
@@ -249,6 +254,7 @@ class DecisionEngineCore:
                 },
                 stakes=question.stakes.numbers(),
                 quick=question.evidence.quick,
+                averages=question.evidence.averages,
             )
         new = msgspec.structs.replace(
             state,
@@ -300,6 +306,7 @@ class DecisionEngineCore:
             measured_on=None if state.profile is None else _serving(state.learned.measured_on()),
             quick=state.shrunk,
             train_s=_rounded(state.learned.train_s),
+            averages=state.learned.averages,
         )
 
     def _predictor(self, state: State) -> Predicts:
@@ -370,18 +377,38 @@ def describe(target: TargetConfiguration) -> str:
 
 
 def _incumbent(state: State, budget: BudgetChanged) -> Incumbent | None:
-    """What runs now, seen from the slots that stay usable."""
+    """What runs now, seen from the slots that stay usable: the last target, or what served before it where that can no longer come."""
     if state.target is None:
         return None
+    mode, (prefill, decode, colocated) = state.target.mode, counts_of(state.target)
+    still = _still(state, budget)
+    if still is not None:
+        mode, (prefill, decode, colocated) = still
     return Incumbent(
-        mode=state.target.mode,
-        prefill=state.target.prefill,
-        decode=state.target.decode,
-        colocated=state.target.colocated,
+        mode=mode,
+        prefill=prefill,
+        decode=decode,
+        colocated=colocated,
         borrow=state.target.borrow,
         survivors=_survivors(state.placed, budget.dedicated),
         survivors_full=_survivors(state.placed, (*budget.dedicated, *budget.overlap)),
     )
+
+
+def _still(state: State, budget: BudgetChanged) -> tuple[Mode, Counts] | None:
+    """The mode and counts that serve now, where the last target lost a worker before it became: else the workers that stay would change
+    their roles for the sake of some that never came. None: the last target is what runs."""
+    slots = frozenset((*budget.dedicated, *budget.overlap))
+    if state.target is None or state.placed is None or set(state.target.usable) <= slots:
+        return None
+    roles = [each.role for each in state.placed if each.serves and each.worker in slots]
+    split = Role.COLOCATED not in roles
+    if not roles or (not split and set(roles) != {Role.COLOCATED}):
+        return None  # in the middle of a change of mode
+    mode = Mode.DISAGGREGATED if split else Mode.COLOCATED
+    if mode is state.target.mode:
+        return None
+    return mode, (roles.count(Role.PREFILL), roles.count(Role.DECODE), roles.count(Role.COLOCATED))
 
 
 def _survivors(placed: tuple[Placed, ...] | None, usable: tuple[WorkerId, ...]) -> tuple[int, int] | None:

@@ -26,7 +26,7 @@ from services.decision_engine.choose import (
 from services.decision_engine.correct import Counts
 from services.decision_engine.makespan import borrowing_pays
 from services.decision_engine.predict_evidence import Evidence, Limits
-from services.decision_engine.stakes import MARGIN, Stakes
+from services.decision_engine.stakes import BORROW_MARGIN, MARGIN, Stakes
 from services.jobfile import parse_policy
 from services.profile import profile_of
 
@@ -141,7 +141,8 @@ def _gated(q: Question) -> Answer:
         if overlaps and q.left >= 0:
             remaining = min(q.left, q.profile.B)
         saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
-        least_s = 0.0 if held else MARGIN * dedicated.chosen.makespan_s  # two replays differ by so much by chance
+        margin = MARGIN if overlaps else BORROW_MARGIN
+        least_s = 0.0 if held else margin * dedicated.chosen.makespan_s  # two replays differ by so much by chance
         pays = saved > q.return_s + least_s
         cost = f"returning costs {q.return_s:.2f} s" + ("" if held else f", activating {delay_s:.2f} s")
     why = f"{remaining}/{q.profile.B} left: saves {saved:.2f} s, {cost}"
@@ -152,7 +153,7 @@ def question_of(record: DecisionRecord) -> Question:
     """What the decision in a record was made from."""
     thresholds = record.thresholds
     return Question(
-        profile=profile_of(record.profile),
+        profile=msgspec.structs.replace(profile_of(record.profile), train_step=record.train_step),
         policy=Policy(
             ratio_threshold=thresholds["ratio"],
             mode_threshold=thresholds["mode"],
@@ -188,6 +189,7 @@ def _evidence_of(record: DecisionRecord) -> Evidence | None:
         limits=Limits(**limits),
         quick=record.quick,
         train_s=record.limits.get("train_s", 0.0),
+        averages=record.averages,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import msgspec
 
 from messages.decision_engine import BudgetChanged
-from messages.monitor import Observed
+from messages.monitor import Averaged, Observed
 from services.decision_engine.correct import Counts
 from services.decision_engine.stakes import Life
 
@@ -57,6 +57,7 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
     trial_batches: int = 0
     train_s: float = 0.0  # from asking for training's GPUs to the end of a train step, moving average; 0: not known
     train_since_ms: int = 0
+    averages: tuple[Averaged, ...] = ()  # what earlier samples predicted
     batches: int = 0  # that ended since what served is counted, where more than one is measured together
 
     @property

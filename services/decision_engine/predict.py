@@ -16,6 +16,7 @@ import msgspec
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction, smoothed
+from services.decision_engine.predict_average import averaged, logs_of
 from services.decision_engine.predict_evidence import CLIMB, SHORTLIST, Evidence, Key, key_of, model_of, shrunk
 from services.decision_engine.predict_model import Flowed, Grow, Pipeline
 from services.decision_engine.predict_queueing import makespan_s
@@ -25,6 +26,10 @@ UNLIKELY: Final = 1.3
 """Times the best one's ranked makespan beyond which a ratio is not replayed."""
 GRID: Final = 24
 """Of more prefill counts than this, so many are ranked first, then the neighbours of the best."""
+ODD: Final = 0.1
+"""Logarithm beyond which a ratio's replayed over ranked makespan has nothing to do with the best one's."""
+LUCKIEST: Final = 0.005
+"""Of several ratios the one predicted best is predicted too well, for it was picked by its luck, too; colocation is only one. A share of a makespan."""
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 
@@ -119,12 +124,39 @@ def candidates(
         if counts is not None:
             replayed[counts] = _replayed_s(key, *counts)
     # What the queueing network misses is much the same for neighbouring ratios: it is learned from those that were replayed.
-    missed = smoothed({c: replayed[c] / options[c] for c in replayed if c[0] and options[c] > 0}, split)
-    found = [_candidate(alone, replayed[alone], "replay", learned)]
-    for counts in sorted(split):
-        method = "replay" if counts in replayed else "queueing"
-        found.append(_candidate(counts, options[counts] * missed[counts], method, learned))
-    return (*found, *_impossible(workers, impossible))
+    missed = _missed({c: replayed[c] / options[c] for c in replayed if c[0] and options[c] > 0}, replayed, split)
+    found = {counts: options[counts] * missed[counts] for counts in sorted(split)}
+    logs = logs_of(replayed[alone], {counts[0]: found[counts] for counts in found})
+    average = averaged(evidence.averages, workers, profile.train_step, logs).logs
+    return (
+        _candidate(alone, replayed[alone], "replay", learned),
+        *(
+            _candidate(
+                counts,
+                base_s,
+                "replay" if counts in replayed else "queueing",
+                learned,
+                math.exp(LUCKIEST + average.get(counts[0], 0.0) - logs.get(counts[0], 0.0)),
+            )
+            for counts, base_s in found.items()
+        ),
+        *_impossible(workers, impossible),
+    )
+
+
+def _missed(
+    ratios: Mapping[Counts, float], replayed: Mapping[Counts, float], split: Sequence[Counts]
+) -> dict[Counts, float]:
+    """Replayed over ranked makespans of all ratios, the replays' luck taken out (`correct.smoothed`).
+
+    Where prefill workers are overloaded the network is wrong by half, which says nothing of ratios where they are not: what differs that
+    much from the best replayed one is taken as it is.
+    """
+    if not ratios:
+        return smoothed({}, split)
+    best = ratios[min(ratios, key=lambda counts: (replayed[counts], counts))]
+    odd = {counts: ratio for counts, ratio in ratios.items() if abs(math.log(ratio / best)) > ODD}
+    return {**smoothed({counts: ratio for counts, ratio in ratios.items() if counts not in odd}, split), **odd}
 
 
 def _neighbour(replayed: Mapping[Counts, float], split: Sequence[Counts]) -> Counts | None:
@@ -159,7 +191,13 @@ def least(profile: WorkloadProfile, choices: Sequence[Counts], evidence: Evidenc
     counts = min(choices, key=lambda each: (ranked[each], each))
     if evidence.quick:
         return _candidate(counts, ranked[counts] / learned.factor(counts), "queueing", learned)
-    return _candidate(counts, _replayed_s(key, *counts), "replay", learned)
+    base_s = _replayed_s(key, *counts)
+    if counts[2]:
+        return _candidate(counts, base_s, "replay", learned)
+    logs = logs_of(_replayed_s(key, 0, 0, sum(counts)), {counts[0]: base_s})
+    average = averaged(evidence.averages, sum(counts), profile.train_step, logs).logs
+    moved = math.exp(LUCKIEST + average.get(counts[0], 0.0) - logs.get(counts[0], 0.0))
+    return _candidate(counts, base_s, "replay", learned, moved)
 
 
 def saved_s(
@@ -204,10 +242,10 @@ def _saved_while_idle_s(
     return max(0.0, window_s - delay_s) * (1 - together_s / alone_flow.stay_s) if alone_flow.stay_s > 0 else 0.0
 
 
-def _candidate(counts: Counts, base_s: float, method: str, learned: Correction) -> Candidate:
-    return Candidate(
-        *counts, base_s * learned.factor(counts), True, "", method=method, base_s=base_s, spread=learned.spread(counts)
-    )
+def _candidate(counts: Counts, base_s: float, method: str, learned: Correction, moved: float = 1.0) -> Candidate:
+    """`moved`: what else than measurements the prediction is multiplied by."""
+    makespan_s = base_s * moved * learned.factor(counts)
+    return Candidate(*counts, makespan_s, True, "", method=method, base_s=base_s, spread=learned.spread(counts))
 
 
 def best(options: Sequence[Candidate]) -> Candidate | None:

@@ -10,7 +10,7 @@ from typing import Final
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
-from messages.monitor import Observed
+from messages.monitor import Averaged, Observed
 from services.decision_engine.correct import Counts
 from services.decision_engine.predict_model import Machine, Turns, merged
 from services.decision_engine.predict_queueing import Phase, phases_of
@@ -42,7 +42,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk_tokens: int = 512
     max_running: int = 64
-    replay_turns: int = 6_000
+    replay_turns: int = 4_000
     tokens_per_request: int = 4096  # of the router's placement (its configuration's default)
     fused: int = 1  # 0: the engine computes prompts and decodes in passes of their own
     in_flight_percent: int = 0  # of a batch, where the next one begins as slots free up; 0: one batch after the other
@@ -63,6 +63,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     measured_on: Counts | None = None  # the configuration under which `dL` was measured; None: not known
     quick: bool = False  # rank by the queueing network, replay nothing
     train_s: float = 0.0  # of a train step, where batches overlap; 0: not known
+    averages: tuple[Averaged, ...] = ()  # what earlier samples predicted (`predict_average.py`)
 
     @property
     def usable(self) -> bool:

@@ -19,6 +19,8 @@ KEEP = 0.8
 """Weight of what was seen before, for each further change: markets change."""
 MARGIN = 0.005
 """A change must win this share in any case: predictions of two configurations differ by that much by chance."""
+BORROW_MARGIN = 0.0075
+"""A borrow must win this share of a batch beyond what it costs: a batch that it makes longer is worse than a gain that is missed."""
 FLOW_MARGIN = 0.02
 """The same where batches overlap: two configurations' predictions, from one sample, differ by 1 % (standard deviation) by chance."""
 

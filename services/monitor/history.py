@@ -127,12 +127,17 @@ def changes_of(events: Iterable[object], fold: PlanFold) -> tuple[Change, ...]:
     found: list[Change] = []
     undone: set[str] = set()
     for event in events:
-        if isinstance(event, PlanProgress) and event.report in ("failed", "vetoed"):
-            undone.add(event.plan_id)
+        if plan_id := undone_by(event):
+            undone.add(plan_id)
         change = fold.take(event)
         if change is not None:
             found.append(change)
     return tuple(change for change in found if change.plan_id not in undone)
+
+
+def undone_by(event: object) -> str:
+    """The plan that this event says came to nothing, or ""."""
+    return event.plan_id if isinstance(event, PlanProgress) and event.report in ("failed", "vetoed") else ""
 
 
 def change_text(change: Change) -> str:

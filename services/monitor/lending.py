@@ -11,9 +11,9 @@ import msgspec
 from messages.envelope import Message
 from messages.executors import ReconfigurationPlan
 from messages.monitor import DecisionRecord, GpusReturned
-from messages.orchestrator import PlanProgress, WeightsApplied, WorkerReleased
+from messages.orchestrator import PlanProgress, WeightsApplied, WorkerGone, WorkerReleased
 from messages.toggle_manager import TrainerReleased, TrainerResumed
-from services.monitor.history import PlanFold, changes_of
+from services.monitor.history import Change, PlanFold, undone_by
 
 KINDS: Final[tuple[type[Message], ...]] = (
     ReconfigurationPlan,
@@ -24,6 +24,7 @@ KINDS: Final[tuple[type[Message], ...]] = (
     TrainerResumed,
     WorkerReleased,
     WeightsApplied,
+    WorkerGone,
 )
 """What these counts need of the event stream."""
 
@@ -38,9 +39,18 @@ class Moved(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Lending(msgspec.Struct, frozen=True, kw_only=True):
-    """Counts over a run. `memory` by side: "trainer" (all its ranks together), "workers" (each overlap worker)."""
+    """Counts over a run. `memory` by side: "trainer" (all its ranks together), "workers" (each overlap worker).
+
+    Plans and workers are counted apart, since one return brings back what several borrows lent: always
+    `workers_lent = workers_returned + workers_lost + workers_held`.
+    """
 
     count: int  # plans that lent training GPUs: past their cut epoch, and not rolled back
+    workers_lent: int  # overlap workers that joined rollout by them, each time it did
+    return_plans: int  # plans by which some of them left rollout again
+    workers_returned: int
+    workers_lost: int  # died while lent
+    workers_held: int  # still lent at the end
     denied_by_gate: int  # budgets with idle training GPUs that eq. 7 never let rollout have
     returns: int  # times that training asked while GPUs were lent, or about to be
     late_returns: int  # of these, those in which it did not have them by its deadline
@@ -49,7 +59,35 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def borrows(self) -> dict[str, int]:
         """As `pearl demo --json` prints them."""
-        return {"count": self.count, "denied_by_gate": self.denied_by_gate, "late_returns": self.late_returns}
+        return {
+            "count": self.count,
+            "denied_by_gate": self.denied_by_gate,
+            "late_returns": self.late_returns,
+            "returns": self.returns,
+            "return_plans": self.return_plans,
+            "workers_lent": self.workers_lent,
+            "workers_returned": self.workers_returned,
+            "workers_lost": self.workers_lost,
+            "workers_held": self.workers_held,
+        }
+
+    def lines(self) -> list[tuple[str, str]]:
+        """For people: what each number counts, and how they add up."""
+        back = [f"{self.workers_returned} returned (by {_many(self.return_plans, 'plan')})"]
+        back += [f"{self.workers_lost} lost"] if self.workers_lost else []
+        back += [f"{self.workers_held} still lent"] if self.workers_held else []
+        return [
+            (
+                "borrows",
+                f"{_many(self.count, 'plan')} lent GPUs of training; the gate denied {_many(self.denied_by_gate, 'other')}",
+            ),
+            ("", f"{_many(self.workers_lent, 'worker')} lent = {' + '.join(back)}"),
+            (
+                "returns",
+                f"{_many(self.returns, 'time')} training asked for its GPUs: for all that were lent then, or about to be; "
+                f"{self.late_returns} late",
+            ),
+        ]
 
 
 def lending_of(events: Sequence[Message], overlap: Collection[str]) -> Lending:
@@ -59,8 +97,14 @@ def lending_of(events: Sequence[Message], overlap: Collection[str]) -> Lending:
         if isinstance(event, DecisionRecord) and event.lending and event.overlap_workers > 0:
             asked[event.budget_id] = asked.get(event.budget_id, False) or event.borrow
     returns = {event.batch: event for event in events if isinstance(event, GpusReturned)}
+    workers = _Workers(events, overlap)
     return Lending(
-        count=sum(bool(change.borrowed) for change in changes_of(events, PlanFold(overlap))),
+        count=workers.borrows,
+        workers_lent=workers.lent,
+        return_plans=workers.return_plans,
+        workers_returned=workers.returned,
+        workers_lost=workers.lost,
+        workers_held=len(workers.held),
         denied_by_gate=sum(not borrowed for borrowed in asked.values()),
         returns=len(returns),
         late_returns=sum(event.at_ms > event.deadline_ms for event in returns.values()),
@@ -75,6 +119,35 @@ def lending_of(events: Sequence[Message], overlap: Collection[str]) -> Lending:
             ),
         },
     )
+
+
+def _many(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+class _Workers:
+    """Follows the overlap workers in and out of rollout."""
+
+    def __init__(self, events: Sequence[Message], overlap: Collection[str]) -> None:
+        self.borrows = self.lent = self.return_plans = self.returned = self.lost = 0
+        self.held: set[str] = set()
+        undone = {undone_by(event) for event in events}
+        fold = PlanFold(overlap)
+        for event in events:
+            change = fold.take(event)
+            if change is not None and change.plan_id not in undone:
+                self._take(change)
+            elif isinstance(event, WorkerGone) and event.worker in self.held:
+                self.held.discard(event.worker)
+                self.lost += 1
+
+    def _take(self, change: Change) -> None:
+        new, back = set(change.borrowed) - self.held, set(change.returned) & self.held
+        self.held = (self.held | new) - back
+        self.borrows += bool(change.borrowed)
+        self.lent += len(new)
+        self.return_plans += bool(back)
+        self.returned += len(back)
 
 
 def _moved(freed: Sequence[int], restored: Sequence[int]) -> Moved:

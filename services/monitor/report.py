@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -18,11 +19,11 @@ from messages.envelope import Message, UndecodableMessage
 from messages.executors import ReconfigurationPlan
 from messages.ids import Zone
 from messages.monitor import DecisionRecord
-from messages.orchestrator import PlanProgress, WorkerGone
+from messages.orchestrator import PlanProgress
 from messages.pipeline_scheduler import Evaluated, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, stream
 from services.checker.collect import check, refused_events
-from services.checker.core import Report
+from services.checker.core_report import Report
 from services.environments.loading import load_class
 from services.jobfile import JobFile, rollout_slots
 from services.monitor import lending
@@ -43,7 +44,6 @@ KINDS: tuple[type[Message], ...] = (
     PlanProgress,
     StepFinished,
     TrajectoryCompleted,
-    WorkerGone,
     Evaluated,
     *lending.KINDS,
 )
@@ -56,6 +56,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
     reward_blind: float | None
     checked: Report
     plans: dict[str, int]
+    plans_by_kinds: dict[str, int]
     preemptions: int
     preemptions_without_notice: int
     arrivals: int
@@ -113,6 +114,7 @@ class DemoReport(msgspec.Struct, frozen=True, kw_only=True):
             "strays": checked.strays,
             "violations": [str(violation) for violation in checked.violations],
             "plans": self.plans,
+            "plans_by_kinds": self.plans_by_kinds,
             "preemptions": self.preemptions,
             "preemptions_without_notice": self.preemptions_without_notice,
             "arrivals": self.arrivals,
@@ -177,6 +179,7 @@ async def make_report(
         reward_blind=blind_reward(job),
         checked=await check(bus, job),
         plans=count_plans(events, changes),
+        plans_by_kinds=plans_by_kinds(changes),
         preemptions=len(reclaims),
         preemptions_without_notice=sum(event.notice_ms == 0 for event in reclaims),
         arrivals=sum(isinstance(event, GpuAvailable) for event in events),
@@ -223,7 +226,9 @@ def blind_reward(job: JobFile) -> float | None:
 
 
 def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
-    """Plans by what they changed; a plan may count under several heads, `total` counts it once.
+    """Plans by what they changed. `total = applied + cancelled`; an applied plan counts under each of its kinds, under `other`
+    if it has none (`plans_by_kinds` counts each once). `cancelled` are those that came to nothing: superseded or vetoed before
+    their cut epoch, failed, or not yet applied when the events end.
 
     Mode switches are those of role counts before and after applied plans; a ratio change is one in which a worker that
     stays takes another role within the mode. `forced` are the ones among them to which hysteresis did not apply.
@@ -231,15 +236,42 @@ def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[st
     total = {event.plan_id for event in events if isinstance(event, ReconfigurationPlan)}
     counts = {
         kind: sum(kind in change.kinds for change in changes)
-        for kind in ("grow", "shrink", "mode_switch", "ratio_change")
+        for kind in ("grow", "shrink", "borrow", "return", "mode_switch", "ratio_change")
     }
     reshaped = [change for change in changes if {"mode_switch", "ratio_change"} & set(change.kinds)]
     return {
         "total": len(total),
+        "applied": len(total & {change.plan_id for change in changes}),
         **counts,
+        "other": sum(not change.kinds for change in changes),
         "forced": sum(change.forced for change in reshaped),
         "cancelled": len(total - {change.plan_id for change in changes}),
     }
+
+
+def plans_by_kinds(changes: Sequence[Change]) -> dict[str, int]:
+    """Applied plans by all that each changed, as in "grow+mode_switch", the most frequent first: each plan once."""
+    found = Counter("+".join(change.kinds) or "other" for change in changes)
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def plan_lines(plans: Mapping[str, int], by_kinds: Mapping[str, int]) -> list[tuple[str, str]]:
+    """For people: what each number counts, and how they add up."""
+    applied = [f"{count} {kinds.replace('+', ' and ').replace('_', ' ')}" for kinds, count in by_kinds.items()]
+    lines = [
+        (
+            "plans",
+            f"{plans['total']} made = {plans['applied']} applied + {plans['cancelled']} cancelled (superseded, vetoed, failed, "
+            "or not yet applied at the end)",
+        )
+    ]
+    if applied:
+        lines.append(("", f"{plans['applied']} applied = {' + '.join(applied)}"))
+    if plans["forced"]:
+        lines.append(
+            ("", f"{plans['forced']} of the mode switches and ratio changes were forced: hysteresis did not apply")
+        )
+    return lines
 
 
 def _mb(size: int) -> str:
@@ -270,20 +302,15 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         f"{report.arrivals} arrivals, {report.preemptions} preemptions "
         f"({report.preemptions_without_notice} without notice)",
     )
-    table.add_row("plans", ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in report.plans.items()))
-    borrows = report.lending.borrows
-    table.add_row(
-        "lending",
-        f"{borrows['count']} borrows, {borrows['denied_by_gate']} denied by the gate, {borrows['late_returns']} late returns",
-    )
+    for row in (*plan_lines(report.plans, report.plans_by_kinds), *report.lending.lines()):
+        table.add_row(*row)
     table.add_row("rollout", f"{report.throughput:.0f} tokens/s")
-    lent, trainer, workers = report.lending, report.lending.memory["trainer"], report.lending.memory["workers"]
+    trainer, workers = report.lending.memory["trainer"], report.lending.memory["workers"]
     table.add_row(
         "memory",
         f"a borrow frees {_mb(trainer.freed_bytes)} of the trainer's and takes {_mb(workers.restored_bytes)} a worker; "
         f"a return frees {_mb(workers.freed_bytes)} a worker and takes {_mb(trainer.restored_bytes)} back",
     )
-    table.add_row("returns", f"{lent.returns} asked for by training, {lent.late_returns} late")
     if report.time_scale != 1.0:
         table.add_row(
             "emulated time",
@@ -299,6 +326,8 @@ def print_report(report: DemoReport, job: JobFile) -> None:
         console.print(f"  {change.plan_id} ({change.decision_id}) {change_text(change)}", highlight=False)
     if len(reshaped) > MOST_CHANGES:
         console.print(f"  and {len(reshaped) - MOST_CHANGES} more")
+    for each in checked.trimmed:
+        console.print(f"not all seen: {each}", highlight=False)
     if checked.violations:
         console.print(f"[bold red]{len(checked.violations)} violations[/]")
         for violation in checked.violations[:20]:

@@ -23,9 +23,9 @@ from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, NodeUp
 from messages.envelope import Message, UndecodableMessage, encode
 from messages.ids import Incarnation, WorkerId
 from messages.node_agent import Kill, Launch
-from messages.orchestrator import GpuFree, WorkerGone, WorkerReady
+from messages.orchestrator import WorkerGone, WorkerReady
 from messages.runtime_tracker import NodeHeartbeat
-from messages.subjects import decode_on, event_subject, message_id, stream, subject_of
+from messages.subjects import decode_on, event_subject, stream, subject_of
 from services.jobfile import JobFile
 from services.node_agent.config import Config, command_line, environment
 from services.node_agent.core import (
@@ -44,23 +44,18 @@ from services.node_agent.core import (
     StreamWentBack,
 )
 from services.node_agent.processes import Pids, Process
+from services.node_agent.reports import Reports
 from services.runtime.bus import Bus, BusError, Consumer, Delivery, Subscription
 from services.runtime.clock import Clock, now_ms
 from services.runtime.core import Input, Note, Refuse, Send, Tick
-from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 FETCH_S = 2.0
 FETCH_MOST = 64
 IDLE_S = 1.0
 """Longest time between two Ticks."""
-RETRY_FIRST_S = 0.1
-RETRY_MOST_S = 5.0
 LOOKS = 8  # at an event that seems to be missing: one of several replicas may lag behind
 LOOK_AGAIN_S = 0.25
-LAST_REPORTS_S = 3.0
-"""How long a stopping agent waits for its last reports to be stored."""
-MOST_REPORTS_WAITING = 1024  # beyond it dead letters are only logged
 
 M = TypeVar("M", bound=Message)
 Command = Callable[[Config, str, str, Incarnation], tuple[str, ...]]
@@ -115,9 +110,7 @@ class NodeAgent:
         self._running: dict[WorkerId, Process] = {}
         self._inbox: deque[Input] = deque()
         self._wake = asyncio.Event()
-        self._reports: deque[tuple[Message, str]] = deque()
-        self._reports_wake = asyncio.Event()
-        self._letters = 0
+        self._reports = Reports(bus, job_name, self._core.name, clock, self._pids)
         self._up: NodeUp | None = None
         self._watches: set[asyncio.Task[None]] = set()
         self._log = get_logger(self._core.name)
@@ -147,19 +140,19 @@ class NodeAgent:
                 agent_incarnation=incarnation,
                 host=self._host,
             )
-            self._report_later(self._up)
+            self._reports.add(self._up)
             async with asyncio.TaskGroup() as group:
                 pumps = (
                     self._pump_commands(commands),
                     self._pump_capacity(capacity),
                     self._pump_stop(stop),
                     self._heartbeats(),
-                    self._publish_reports(),
+                    self._reports.publish(),
                 )
                 tasks.extend(group.create_task(pump) for pump in pumps)
                 self._log.info(f"node {self._config.node} is up", action="node_up", agent_incarnation=incarnation)
                 await self._loop()
-                await self._last_reports()
+                await self._reports.last()
                 for task in tasks:
                     task.cancel()
         finally:
@@ -259,12 +252,12 @@ class NodeAgent:
                 if supervised is not None and supervised.record.incarnation == effect.incarnation:
                     supervised.signal(effect.hard)
             case Send():
-                self._report_later(effect.message, effect.msg_id)
+                self._reports.add(effect.message, effect.msg_id)
             case Note():
                 self._log.log(effect.level, effect.text, action=effect.action)
             case Refuse():
                 assert isinstance(event.message, Message), "only messages are refused"
-                self._dead_letter(subject_of(self._job, event.message), encode(event.message), effect.reason)
+                self._reports.dead_letter(subject_of(self._job, event.message), encode(event.message), effect.reason)
 
     def _spawn(self, spawn: Spawn) -> None:
         command = self._command(self._config, spawn.service, spawn.worker, spawn.incarnation)
@@ -303,7 +296,7 @@ class NodeAgent:
             try:
                 self._feed(decode_on(self._job, delivery.subject, delivery.data, Launch, Kill))
             except UndecodableMessage as error:
-                self._dead_letter(delivery.subject, delivery.data, error.reason)
+                self._reports.dead_letter(delivery.subject, delivery.data, error.reason)
 
     async def _pump_capacity(self, consumer: Consumer) -> None:
         while True:
@@ -345,7 +338,7 @@ class NodeAgent:
         subject = event_subject(self._job, NodeUp, self._config.node)
         last = await self._newest(events, subject, NodeUp)
         if last is None or last.agent_incarnation < self._up.agent_incarnation:
-            self._report_later(self._up)
+            self._reports.add(self._up)
 
     async def _heartbeats(self) -> None:
         while True:
@@ -355,49 +348,3 @@ class NodeAgent:
             except BusError as error:
                 self._log.debug(f"lost a heartbeat: {error}", action="heartbeat_lost")
             await asyncio.sleep(self._config.heartbeat_ms / 1000)
-
-    # Reports: in order, each until it is stored
-
-    def _report_later(self, message: Message, msg_id: str | None = None) -> None:
-        known_id = msg_id or message_id(message)
-        assert known_id is not None, f"{type(message).__name__} needs a message id"
-        self._reports.append((message, known_id))
-        self._reports_wake.set()
-
-    def _dead_letter(self, subject: str, data: bytes, reason: str) -> None:
-        self._letters += 1
-        letter = dead_letter(self._core.name, subject, data, reason)
-        self._log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
-        if len(self._reports) >= MOST_REPORTS_WAITING:
-            return  # a flood of nonsense must not grow without bound while the broker is away
-        self._report_later(letter, f"dead:{self._core.name}:{self._clock()}:{self._letters}")
-
-    async def _publish_reports(self) -> None:
-        pause_s = RETRY_FIRST_S
-        while True:
-            while not self._reports:
-                self._reports_wake.clear()
-                await self._reports_wake.wait()
-            message, msg_id = self._reports[0]
-            try:
-                await self._bus.publish_durable(subject_of(self._job, message), encode(message), msg_id=msg_id)
-            except BusError as error:
-                self._log.warning(f"cannot report {msg_id} yet: {error}", action="report_retry")
-                await asyncio.sleep(pause_s)
-                pause_s = min(RETRY_MOST_S, 2 * pause_s)
-                continue
-            pause_s = RETRY_FIRST_S
-            if isinstance(message, GpuFree):  # the last word about a process: now its end survives this agent
-                self._pids.forget(message.worker, message.incarnation)
-            self._reports.popleft()
-            self._reports_wake.set()
-
-    async def _last_reports(self) -> None:
-        try:
-            async with asyncio.timeout(LAST_REPORTS_S):
-                while self._reports:
-                    self._reports_wake.clear()
-                    await self._reports_wake.wait()
-        except TimeoutError:
-            text = f"{len(self._reports)} reports not stored; the next agent reports the ends from the pid files"
-            self._log.warning(text, action="reports_left")

@@ -1,11 +1,14 @@
-"""Log lines: one JSON object a line on stderr, with text for people and `action` for machines."""
+"""Log lines: one JSON object a line, with text for people and `action` for machines; on stderr, which is a service's log file.
+
+In a command that a person started, `told` keeps them in a file and has warnings told in words.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 from collections.abc import Callable, Generator
-from typing import Final
+from typing import Final, TextIO
 
 import msgspec
 
@@ -26,6 +29,25 @@ def diverted(sink: Sink) -> Generator[None]:
         yield
     finally:
         _sinks.remove(sink)
+
+
+Tell = Callable[[str], None]
+"""Takes a warning or an error in words."""
+_told: list[tuple[Tell, TextIO | None]] = []
+
+
+@contextlib.contextmanager
+def told(tell: Tell, file: TextIO | None = None) -> Generator[None]:
+    """Within it, lines of every logger of this process go to `file` (None: nowhere), and what went wrong to `tell`: "warning: ...".
+
+    Somebody who no longer reads (OSError, ValueError) stops nothing. Within another `told`, only the inner one hears.
+    """
+    entry = (tell, file)
+    _told.append(entry)
+    try:
+        yield
+    finally:
+        _told.remove(entry)
 
 
 class Logger:
@@ -74,9 +96,14 @@ class Logger:
             **self._fields,
             **fields,
         }
-        with contextlib.suppress(OSError, ValueError):
-            sys.stderr.write(self._encoder.encode(line).decode() + "\n")
-            sys.stderr.flush()
+        tell, file = _told[-1] if _told else (None, sys.stderr)
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                file.write(self._encoder.encode(line).decode() + "\n")
+                file.flush()
+        if tell is not None and rank >= LEVELS.index("warning"):
+            with contextlib.suppress(OSError, ValueError):
+                tell(f"{LEVELS[rank]}: {text}")
 
 
 def get_logger(actor: str, *, least: str = "info") -> Logger:

@@ -41,9 +41,9 @@ class Started(msgspec.Struct, frozen=True):
 
 
 class Supervisor:
-    """One job's processes on this machine."""
+    """One job's processes on this machine. What befalls them is logged: `services.runtime.log.told` tells people."""
 
-    def __init__(self, job: JobFile, job_path: Path, *, on_event: Callable[[str], None] | None = None) -> None:
+    def __init__(self, job: JobFile, job_path: Path) -> None:
         self.job = job
         self.job_path = job_path
         self.log = get_logger("supervisor")
@@ -53,7 +53,6 @@ class Supervisor:
         self._tasks: list[asyncio.Task[None]] = []
         self._lock: int | None = None
         self._guard: asyncio.subprocess.Process | None = None
-        self._on_event: Callable[[str], object] = on_event or str
         self.restarts: dict[str, int] = {}
 
     async def start(self, only: Sequence[str] | None = None) -> None:
@@ -119,7 +118,9 @@ class Supervisor:
                 child = await self._spawn(process)
             except OSError as error:  # no memory, no descriptor, no room for its log
                 failures += 1
-                self._say(f"{process.name} cannot be started ({error.strerror}); trying again")
+                self.log.warning(
+                    f"{process.name} cannot be started ({error.strerror}); trying again", action="service_unstartable"
+                )
                 await self._pause(failures)
                 continue
             self._children[process.name] = child
@@ -136,7 +137,6 @@ class Supervisor:
                 )
             failures = 0 if loop.time() - begun > HEALTHY_S else failures + 1
             self.restarts[process.name] = self.restarts.get(process.name, 0) + 1
-            self._say(f"{process.name} ended ({_status(status)}); restarting")
             self.log.warning(
                 f"{process.name} ended ({_status(status)}), restarting in {_backoff_s(failures)} s",
                 action="service_restart",
@@ -147,11 +147,6 @@ class Supervisor:
         """Before the next try, but not beyond the end."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._stopping.wait(), _backoff_s(failures))
-
-    def _say(self, text: str) -> None:
-        """To whoever started this; where nobody can read it any more, processes are kept all the same."""
-        with contextlib.suppress(OSError, ValueError):
-            self._on_event(text)
 
     async def _spawn(self, process: ServiceProcess) -> asyncio.subprocess.Process:
         with self.log_file(process).open("ab") as log:
@@ -217,7 +212,6 @@ class Supervisor:
             await self.server.wait_ended()
             if self._stopping.is_set():
                 return
-            self._say("nats-server ended; restarting")
             self.log.warning("the NATS server ended; restarting it on the same store", action="nats_restart")
             self.restarts["nats-server"] = self.restarts.get("nats-server", 0) + 1
             try:
@@ -225,8 +219,7 @@ class Supervisor:
                 failures = 0
             except (ServerError, OSError) as error:
                 failures += 1
-                self._say(f"nats-server does not start, trying again: {error}")
-                self.log.error(f"the NATS server does not start: {error}", action="nats_refused")
+                self.log.error(f"the NATS server does not start, trying again: {error}", action="nats_refused")
                 await self._pause(failures)
 
     def log_file(self, process: ServiceProcess) -> Path:

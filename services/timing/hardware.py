@@ -175,7 +175,11 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
 
 
 def load(name: str) -> Hardware:
-    """A built-in description by its name, or a JSON file by its path. Raises HardwareError."""
+    """A built-in description by its name, or a JSON file by its path. Raises HardwareError.
+
+    A file that goes by a built-in's name and says anything else (a copy that was edited) gets a name that shows it: reports
+    and engines are labelled with it.
+    """
     path = Path(__file__).parent / "hardware" / f"{name}.json" if name in BUILT_IN else Path(name)
     try:
         data = path.read_bytes()
@@ -183,7 +187,10 @@ def load(name: str) -> Hardware:
         raise HardwareError(
             f"{path}: cannot be read ({error}); give a JSON file or one of {', '.join(BUILT_IN)}"
         ) from error
-    return parse(data, name)
+    found = parse(data, name)
+    if name not in BUILT_IN and found.name in BUILT_IN and found != load(found.name):
+        return msgspec.structs.replace(found, name=f"{found.name} (changed: {path.name})")
+    return found
 
 
 def parse(data: bytes, name: str = "hardware") -> Hardware:

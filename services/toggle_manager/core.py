@@ -12,18 +12,19 @@ orchestrator moves it on by the facts that are caused here.
 - `draining`: Drain -> WorkerDrained -> Deactivate -> WorkerReleased; plan or no plan, and whatever half-done borrow it is
   the end of. A worker that does not answer in time is killed: its process's end gives the GPUs back as well.
 - A borrow that training would take back at once is vetoed while nothing but its joiners has changed.
+
+Here are its events, its reports, and what lending is found to cost. Which commands follow from the table is in
+`core_orders.py`, what is known in `core_state.py`.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import msgspec
 
 from messages.elastic_scheduler import NodeUp, TrainingBegin
 from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
-from messages.ids import Activity, Epoch, Incarnation, Residency, Stage, WorkerId
+from messages.ids import Epoch, Incarnation, Residency, WorkerId
 from messages.monitor import GpusReturned
 from messages.node_agent import Kill, Launch
 from messages.orchestrator import (
@@ -37,90 +38,27 @@ from messages.orchestrator import (
     WorkerReleased,
 )
 from messages.pipeline_scheduler import StepFinished, WeightsPublished
-from messages.rollout_worker import Activate, Deactivate
 from messages.runtime_tracker import OperationTimed
 from messages.subjects import node_of
 from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
-from pearl_state.model import Pair, RoleTable, Row
+from pearl_state.model import RoleTable, Row
 from pearl_state.orders import (
-    Order,
-    Repeat,
     answered,
     asked_again,
-    drain_order,
-    given_up,
-    kill_key,
-    kill_order,
-    launch_order,
     repeat,
-    role_order,
-    update_order,
 )
 from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_of, roles_are_set
 from pearl_state.peers import wrong_batch, wrong_fact, wrong_next_batch, wrong_weights
-from pearl_state.progress import Fact, Mark, Progress, has_left, is_drained, launched, learn, remember, slim
+from pearl_state.progress import Fact, Mark, Progress, has_left, launched, learn, remember, slim
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 from services.toggle_manager.config import Config
+from services.toggle_manager.core_orders import may_train, orders, releases
+from services.toggle_manager.core_state import ToggleState, View, is_any, is_given_up
 
 PART = "toggle"
 COST_WEIGHT = 0.3
 """Weight of the newest sample in the moving averages (paper 5): about the last five hand-overs count."""
-RELAUNCH_MS = 2000
-"""Least time between two launches in one slot: a worker that dies at its start does not keep its node busy."""
-FOLLOW_MS = 400
-"""From a process's SIGKILL until the table can say that its GPUs are training's: two ticks, and a few messages' way."""
-LENT = (Residency.FREE, Residency.ACTIVATING, Residency.ROLLOUT, Residency.DRAINING)
-"""Residencies in which nothing of the trainer's may be on the GPUs."""
-
-
-class ToggleCosts(msgspec.Struct, frozen=True, kw_only=True):
-    """Learned costs in seconds, exponential moving averages; None: no sample yet."""
-
-    borrow_s: float | None = None  # the first hand-over of a borrow until its group is prepared
-    return_s: float | None = None  # the first worker told to leave until all GPUs are free
-    toggled_step_s: float | None = None  # from one finished train step to the next, with a borrow between them
-    plain_step_s: float | None = None  # the same without one
-
-
-class ToggleState(msgspec.Struct, frozen=True, kw_only=True):
-    """The table as last seen, what is known of each process and of the trainer, and the commands that await an answer."""
-
-    clock_ms: int = 0
-    table: RoleTable | None = None
-    snapshot: WeightsPublished | None = None  # the newest
-    workers: tuple[Progress, ...] = ()
-    pending: tuple[Repeat, ...] = ()
-    marks: tuple[Mark, ...] = ()  # of the plan in the table
-    begun_batch: int = -1  # the newest batch that training asked its GPUs for
-    finished_batch: int = -1  # the newest batch trained
-    returned_batch: int = -1  # the newest batch whose return was reported
-    resume_batch: int = -1  # the batch the trainer was last told to train, and as of which epoch
-    resume_epoch: Epoch = Epoch(0)
-    resumed: bool = False  # it has its device state back and trains that batch
-    trainer_incarnation: Incarnation = Incarnation(1)
-    trainer_resident: bool = True  # the trainer's device state may be on its GPUs
-    release_epoch: Epoch = Epoch(0)  # names the last release asked for
-    release_wanted: bool = False  # that release is under way
-    costs: ToggleCosts = ToggleCosts()
-    borrow_since_ms: int = 0  # a borrow is under way since; 0: none is
-    return_since_ms: int = 0  # likewise a return
-    returned_s: float | None = None  # what the last return took, until the trainer's part of it is known too
-    spoiled: bool = False  # a process died since the borrow began: what its hand-overs take says nothing of others
-    last_step_ms: int = 0
-    toggled: bool = False  # GPUs were lent since the last finished step
-
-
-class View(NamedTuple):
-    """The state, indexed, for one convergence."""
-
-    state: ToggleState
-    table: RoleTable
-    now_ms: int
-    rows: dict[WorkerId, Row]
-    pairs: dict[WorkerId, Pair]
-    known: dict[WorkerId, Progress]
-    pending: dict[str, Repeat]  # by key
 
 
 class ToggleManagerCore:
@@ -219,7 +157,7 @@ class ToggleManagerCore:
             stage = "applying" if part.applying else "preparing"
             if not marked(state.marks, part, stage):
                 state = _mark(state, part, stage)
-        if _any(mine, Residency.RELEASING) and not _any(old, Residency.RELEASING):
+        if is_any(mine, Residency.RELEASING) and not is_any(old, Residency.RELEASING):
             # Whatever was known of an earlier hand-over: this one wants an answer of its own.
             state = msgspec.structs.replace(state, trainer_resident=True, release_wanted=False)
         return self._returned(self._timed_hand_overs(state, old, mine), old, mine)
@@ -227,11 +165,11 @@ class ToggleManagerCore:
     def _timed_hand_overs(self, state: ToggleState, old: RoleTable | None, new: RoleTable) -> ToggleState:
         """When borrows and returns begin and end, by the table."""
         borrowing = (Residency.RELEASING, Residency.ACTIVATING)
-        if _any(new, *borrowing) and not _any(old, *borrowing):
+        if is_any(new, *borrowing) and not is_any(old, *borrowing):
             state = msgspec.structs.replace(state, borrow_since_ms=max(1, state.clock_ms), spoiled=False)
-        if _any(new, Residency.DRAINING) and not state.return_since_ms:
+        if is_any(new, Residency.DRAINING) and not state.return_since_ms:
             return msgspec.structs.replace(state, return_since_ms=max(1, state.clock_ms), borrow_since_ms=0)
-        if state.return_since_ms and not _any(new, Residency.DRAINING):
+        if state.return_since_ms and not is_any(new, Residency.DRAINING):
             if state.spoiled:
                 return msgspec.structs.replace(state, return_since_ms=0)
             took_s = max(0, state.clock_ms - state.return_since_ms) / 1000
@@ -357,8 +295,8 @@ class ToggleManagerCore:
             effects.extend(reports)
         state = self._begin_hand_over(state, view.table)
         view = view._replace(state=state)
-        orders = self._orders(view, part)
-        pending, due = repeat(orders, state.pending, view.now_ms, self.config.command_retry_ms)
+        wanted = orders(self.config, view, part)
+        pending, due = repeat(wanted, state.pending, view.now_ms, self.config.command_retry_ms)
         workers = dict(view.known)
         for order in due:
             message = order.message
@@ -379,11 +317,12 @@ class ToggleManagerCore:
             {pair.overlap: pair for pair in table.pairs},
             {entry.worker: entry for entry in state.workers},
             {entry.key: entry for entry in state.pending},
+            self._slots,
         )
 
     def _begin_hand_over(self, state: ToggleState, table: RoleTable) -> ToggleState:
         """Number a release or a resumption that is wanted from now on."""
-        if self._may_train(state, table):
+        if may_train(self.config, state, table):
             if state.resume_batch == table.training_batch:
                 return state
             assert table.training_batch is not None
@@ -395,155 +334,18 @@ class ToggleManagerCore:
                 trainer_resident=True,
                 release_wanted=False,
             )
-        if self._releases(state, table) and not state.release_wanted:
+        if releases(self.config, state, table) and not state.release_wanted:
             # Above the last one even at an unchanged epoch: its answer is de-duplicated by this number.
             epoch = Epoch(max(table.epoch, state.release_epoch + 1))
             return msgspec.structs.replace(state, release_epoch=epoch, release_wanted=True)
         return state
-
-    def _may_train(self, state: ToggleState, table: RoleTable) -> bool:
-        """Training owns its GPUs for a batch not trained yet, and nothing of rollout's is left on them (DESIGN 11.2)."""
-        if self.config.trainer is None or table.training_batch is None or table.training_batch <= state.finished_batch:
-            return False
-        return all(pair.residency is Residency.TRAINING for pair in table.pairs)
-
-    def _releases(self, state: ToggleState, table: RoleTable) -> bool:
-        """The trainer is to let go of its GPUs, or, restarted while they are lent, to keep off them."""
-        if self.config.trainer is None or table.training_batch is not None or not state.trainer_resident:
-            return False
-        return _any(table, Residency.RELEASING, *LENT)
-
-    def _orders(self, view: View, part: Part | None) -> list[Order]:
-        wanted: list[Order | None] = []
-        if self._may_train(view.state, view.table):
-            wanted.append(self._resume(view))
-        elif self._releases(view.state, view.table):
-            wanted.append(self._release(view))
-        wanted.extend(self._of_worker(view, row, part) for row in view.rows.values())
-        return [order for order in wanted if order is not None]
-
-    def _resume(self, view: View) -> Order:
-        """Train; a trainer that does not take its GPUs in time is killed, and restarts from its checkpoint."""
-        state = view.state
-        order = Order(
-            f"resume/{state.resume_batch}/{state.resume_epoch}",
-            TrainerResume(epoch=state.resume_epoch, batch=state.resume_batch),
-        )
-        if state.resumed:
-            return order
-        return self._or_kill_trainer(view, order, self.config.resume_ms, "not resumed in time")
-
-    def _release(self, view: View) -> Order:
-        """Ask for the trainer's memory; a trainer that does not give it back is killed, and restarts without it."""
-        epoch = view.state.release_epoch
-        order = Order(f"release/{epoch}", TrainerRelease(epoch=epoch))
-        deadlines = [pair.deadline_ms for pair in view.table.pairs if pair.deadline_ms]
-        return self._or_kill_trainer(
-            view, order, self.config.release_ms, "not released in time", min(deadlines, default=0)
-        )
-
-    def _or_kill_trainer(self, view: View, order: Order, patience_ms: int, reason: str, deadline_ms: int = 0) -> Order:
-        """`order`, or what ends the trainer's process once that has been unanswered for too long."""
-        state, trainer = view.state, self.config.trainer
-        assert trainer is not None
-        killed_by = kill_key(trainer, state.trainer_incarnation)
-        if given_up(view.pending, order.key, killed_by, view.now_ms, patience_ms, deadline_ms, self._reserve_ms):
-            return kill_order(trainer, state.trainer_incarnation, self._grace_ms(view, deadline_ms), reason)
-        return order
-
-    def _of_worker(self, view: View, row: Row, part: Part | None) -> Order | None:
-        """What the process of one slot is to do now."""
-        if row.incarnation == 0:
-            return None  # lending is off: the slot has never had a process
-        known, pair = view.known.get(row.worker), view.pairs.get(row.worker)
-        if known is not None and (known.incarnation > row.incarnation or _is_gone(row, known)):
-            return None  # the table will follow
-        if pair is not None and pair.residency is Residency.DRAINING:
-            return self._give_back(view, row, known, pair.deadline_ms)
-        if known is None or known.incarnation < row.incarnation or not known.ready:
-            return self._launch(view, row, known)
-        for assign in () if part is None else (*part.add, *part.reassign):
-            if assign.worker == row.worker and assign.incarnation == row.incarnation:
-                assert part is not None
-                if assign in part.add:
-                    lent = pair is not None and pair.residency is Residency.ACTIVATING
-                    failed = not part.applying and _given_up(view.state, part)
-                    return self._join(view, assign, known, part.applying) if lent and not failed else None
-                return self._switch(view, row, assign, known) if part.applying else None
-        if row.activity is Activity.ACTIVE and known.role_set < row.role_generation:
-            # A plan rolled back after the cut epoch: the worker was drained for a change that did not come.
-            return role_order(Assign(row.worker, row.role, row.incarnation, row.role_generation))
-        return None
-
-    def _launch(self, view: View, row: Row, known: Progress | None) -> Order | None:
-        """A process for the slot, early: it serves, and holds device memory, only when a borrow wants it."""
-        before = known.launched_ms if known is not None and known.incarnation < row.incarnation else 0
-        if before and view.now_ms - before < RELAUNCH_MS:
-            return None
-        assign = Assign(row.worker, row.role, row.incarnation, row.role_generation)
-        return launch_order(assign, self._slots[row.worker].gpus)
-
-    def _join(self, view: View, assign: Assign, known: Progress, applying: bool) -> Order | None:
-        """Device state, newest weights, then (once the cut epoch is written) the role."""
-        if view.state.trainer_resident:
-            return None
-        if known.activated < assign.role_generation:
-            message = Activate(
-                worker=assign.worker, incarnation=assign.incarnation, role_generation=assign.role_generation
-            )
-            return Order(f"activate/{assign.worker}/{assign.incarnation}/{assign.role_generation}", message)
-        snapshot = view.state.snapshot
-        if snapshot is None:
-            return None
-        if known.version < snapshot.version:
-            return update_order(known, snapshot)
-        if applying and known.role_set < assign.role_generation:
-            return role_order(assign)
-        return None
-
-    def _switch(self, view: View, row: Row, assign: Assign, known: Progress) -> Order | None:
-        if row.stage is not Stage.SWITCHING:
-            return None
-        if not is_drained(row, known):
-            return self._bounded(view, row, drain_order(row), 0, "not drained in time")
-        return role_order(assign) if known.role_set < assign.role_generation else None
-
-    def _give_back(self, view: View, row: Row, known: Progress | None, deadline_ms: int) -> Order | None:
-        """Drain what still serves, then give the device memory back; in time for the deadline, or the process ends."""
-        if row.stage is Stage.DRAINING and not is_drained(row, known):
-            return self._bounded(view, row, drain_order(row), deadline_ms, "not drained in time")
-        generation = row.role_generation
-        if row.stage is not Stage.DRAINING and known is not None and known.incarnation == row.incarnation:
-            generation = max(generation, known.activated)
-        if known is not None and known.incarnation == row.incarnation and known.released >= generation:
-            return None
-        message = Deactivate(worker=row.worker, incarnation=row.incarnation, role_generation=generation)
-        order = Order(f"deactivate/{row.worker}/{row.incarnation}/{generation}", message)
-        return self._bounded(view, row, order, deadline_ms, "not released in time")
-
-    def _bounded(self, view: View, row: Row, order: Order, deadline_ms: int, reason: str) -> Order:
-        """`order`, or the kill that replaces it when it stays unanswered too long or a return deadline is near."""
-        killed_by, drain_ms = kill_key(row.worker, row.incarnation), self.config.drain_ms
-        if given_up(view.pending, order.key, killed_by, view.now_ms, drain_ms, deadline_ms, self._reserve_ms):
-            return kill_order(row.worker, row.incarnation, self._grace_ms(view, deadline_ms), reason)
-        return order
-
-    @property
-    def _reserve_ms(self) -> int:
-        """What a kill needs before a deadline: SIGTERM's grace, one repetition of the command, and the table's following."""
-        return self.config.kill_grace_ms + self.config.command_retry_ms + FOLLOW_MS
-
-    def _grace_ms(self, view: View, deadline_ms: int) -> int:
-        """Time between SIGTERM and SIGKILL that a return deadline (0: none) leaves."""
-        left = deadline_ms - FOLLOW_MS - view.now_ms if deadline_ms > 0 else self.config.kill_grace_ms
-        return max(0, min(self.config.kill_grace_ms, left))
 
     # Reports
 
     def _report(self, view: View, part: Part) -> tuple[ToggleState, Effects]:
         """At most one "failed" or "vetoed", one "prepared" and one "applied" a plan."""
         state = view.state
-        if _given_up(state, part):
+        if is_given_up(state, part):
             return state, ()
         failed = self._failed(view, part)
         if failed:
@@ -617,21 +419,8 @@ def _is_back(row: Row, known: Progress | None) -> bool:
     return known is not None and known.incarnation == row.incarnation and known.released >= row.role_generation
 
 
-def _is_gone(row: Row, known: Progress) -> bool:
-    return known.incarnation == row.incarnation and known.gone
-
-
-def _any(table: RoleTable | None, *residencies: Residency) -> bool:
-    """Whether some pair of the table is in one of these residencies."""
-    return table is not None and any(pair.residency in residencies for pair in table.pairs)
-
-
 def _average(old: float | None, sample: float) -> float:
     return sample if old is None else old + COST_WEIGHT * (sample - old)
-
-
-def _given_up(state: ToggleState, part: Part) -> bool:
-    return marked(state.marks, part, "failed") or marked(state.marks, part, "vetoed")
 
 
 def _mark(state: ToggleState, part: Part, report: str) -> ToggleState:

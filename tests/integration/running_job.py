@@ -16,7 +16,7 @@ import psutil
 from messages.ids import Zone
 from services import jobfile
 from services.checker.collect import check
-from services.checker.core import Report
+from services.checker.core_report import Report
 from services.connect import connect
 from services.jobfile import JobFile, rollout_slots
 from services.monitor.board import Board

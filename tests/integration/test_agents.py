@@ -13,7 +13,8 @@ from messages.envelope import decode, encode
 from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.subjects import message_id, subject_of
 from services.agent.service import Agent
-from services.checker.core import Expected, Journalled, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled
 from services.runtime import bus_nats
 from tests.nats_fixture import NatsServer
 from tests.scripted_cluster import Cluster, create_streams, task_of

@@ -20,7 +20,8 @@ from messages.rollout_worker import Drain
 from pearl_state.model import Move
 from pearl_state.watch import Replica
 from services import jobfile
-from services.checker.core import Expected, Journalled, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled
 from services.connect import connect
 from services.environments.byte_tokenizer import ByteTokenizer
 from services.router.gateway.service import Gateway, serving

@@ -21,6 +21,7 @@ from services.harness.service import Runner
 from services.harness.tasks import BUILT_IN, load_tasks
 from services.jobfile import GatewaySection, HarnessSection, JobFile, JobSection
 from tests.gateway_world import KEY, TOKENIZER, World, job_of, said, task_of
+from tests.waiting import until
 
 CURL = """
 import json, os, sys, urllib.error, urllib.request
@@ -242,9 +243,7 @@ async def test_a_runner_that_stops_gives_its_sessions_up(tmp_path: Path) -> None
         await run.give(1)
         stop = asyncio.Event()
         running = asyncio.create_task(run.runner.run(stop))
-        async with asyncio.timeout(60):
-            while not (run.config.folder / "begun").exists():  # noqa: ASYNC110 - a file has no event
-                await asyncio.sleep(0.05)
+        await until((run.config.folder / "begun").exists)
         stop.set()
         await running
         (end,) = await run.world.ends()

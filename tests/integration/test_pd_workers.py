@@ -39,7 +39,8 @@ from pearl_state.store import TableStore
 from pearl_state.watch import Replica
 from services import jobfile
 from services.checker.collect import frames
-from services.checker.core import Expected, Journalled, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled
 from services.connect import connect, connect_tables
 from services.edge.request import Interruption, Reply, RequestEdge, RequestSpec
 from services.jobfile import JobFile
@@ -51,6 +52,7 @@ from services.router.config import Config
 from services.router.service import Router
 from services.runtime.bus import Bus
 from services.snapshot import Snapshot, write_snapshot
+from tests.waiting import until
 
 JOB = """
 [job]
@@ -269,12 +271,6 @@ async def cluster(tmp_path: Path) -> AsyncIterator[Cluster]:
     async with AsyncExitStack() as stack:
         await made.start(stack)
         yield made
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():  # noqa: ASYNC110 - other processes have no event for it
-            await asyncio.sleep(0.005)
 
 
 async def test_kills_on_either_side_and_a_change_of_roles(cluster: Cluster) -> None:

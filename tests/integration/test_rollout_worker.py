@@ -28,16 +28,10 @@ from services.rollout_worker.service import OrphanedError, RolloutWorker
 from services.runtime.bus import Delivery, StreamSpec
 from services.runtime.bus_memory import MemoryBroker
 from services.snapshot import Snapshot, write_snapshot
+from tests.waiting import until
 
 WORKER, EDGE, JOB = WorkerId("n1-w0"), "pearl.demo.tok.edge", "demo"
 M = TypeVar("M", bound=Message)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait for what only other threads and tasks bring about."""
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.002)
 
 
 class World:

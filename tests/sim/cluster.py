@@ -19,15 +19,12 @@ from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, TrainingBegin
 from messages.envelope import Message
 from messages.ids import (
     Activity,
-    DecisionId,
-    Mode,
     NodeId,
     PolicyVersion,
     Residency,
     WorkerId,
     Zone,
 )
-from messages.orchestrator import TargetConfiguration
 from messages.pipeline_scheduler import StepFinished, WeightsPublished
 from messages.rollout_worker import UpdateWeights
 from messages.runtime_tracker import NodeHeartbeat
@@ -45,6 +42,7 @@ from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.leases import NodeLeases
 from services.runtime.core import Input, Tick
 from services.simulator.faults.tables import is_settled, roles_of
+from services.simulator.faults.wish import Wish, WishCore
 from services.toggle_manager.config import Config as ToggleConfig
 from services.toggle_manager.core import ToggleManagerCore
 from tests.sim.processes import NodeAgent, Process, Trainer, TrainerDisk, Worker
@@ -114,64 +112,27 @@ class Orchestrator(Actor):
             self.perform(effects)
 
 
-class Wish(msgspec.Struct, frozen=True):
-    """What `Decisions` decides on a budget. Counts are cut to the workers there are, colocated ones last."""
-
-    borrow: bool = False
-    prefill: int = 0
-    decode: int = 0
-
-
-class Decisions(Actor):
-    """A decision engine that does as it is told: `wish`, on every budget and whenever it changes."""
-
-    inputs = (BudgetChanged,)
+class Decisions(CoreActor):
+    """The scripted decision engine: `decide` says what, on every budget and from now on."""
 
     def __init__(self, world: World) -> None:
-        super().__init__(world, "decision_engine")
-        self.wish = Wish()
-        self.budget: BudgetChanged | None = None
-        self._decisions = 0  # durable: a decision's id is never used again
+        self._wish = Wish()
+        super().__init__(world, WishCore(), watches=False)
 
-    def restore(self) -> None:
-        self.cursor, self.budget = 0, None
-
-    def take(self, event: Input) -> None:
-        newest = 0 if self.budget is None else self.budget.budget_id
-        if isinstance(event.message, BudgetChanged) and event.message.budget_id > newest:
-            self.budget = event.message
-            self._decide()
+    @property
+    def budget(self) -> BudgetChanged | None:
+        return self.state.budget
 
     def decide(self, wish: Wish) -> None:
-        """A new choice on the same budget."""
-        self.wish = wish
-        if self.alive and self.budget is not None:
-            self._decide()
+        """A new choice on the same budget; one that is dead takes it up when it lives again."""
+        self._wish = wish
+        if self.alive:
+            self.take(Input(self.world.now_ms, wish))
 
-    def _decide(self) -> None:
-        budget, wish = self.budget, self.wish
-        assert budget is not None
-        borrow = wish.borrow and bool(budget.overlap)
-        usable = (*budget.dedicated, *(budget.overlap if borrow else ()))
-        disaggregated = wish.prefill > 0 and wish.decode > 0 and len(usable) >= wish.prefill + wish.decode
-        prefill = wish.prefill if disaggregated else 0
-        decode = len(usable) - prefill if disaggregated else 0
-        colocated = 0 if disaggregated else len(usable)
-        mode = Mode.DISAGGREGATED if disaggregated else Mode.COLOCATED if colocated else Mode.PAUSED
-        self._decisions += 1
-        target = TargetConfiguration(
-            decision_id=DecisionId(f"d{self._decisions}"),
-            budget_id=budget.budget_id,
-            mode=mode,
-            prefill=prefill,
-            decode=decode,
-            colocated=colocated,
-            borrow=borrow,
-            usable=usable,
-            leaving=budget.leaving,
-            training_batch=budget.training_batch,
-        )
-        self.world.publish(self.name, target)
+    def restore(self) -> None:
+        super().restore()
+        if self.state.wish != self._wish:
+            self.take(Input(self.world.now_ms, self._wish))
 
 
 class Pipeline(Actor):

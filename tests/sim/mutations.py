@@ -8,6 +8,7 @@ Where the text it rewrites is gone, it fails: then the rule has moved, and so mu
 
 from __future__ import annotations
 
+import functools
 import inspect
 import sys
 import textwrap
@@ -21,8 +22,7 @@ from services.agent.service import Agent
 from services.cluster_rebuilder.core import ClusterRebuilderCore
 from services.decision_engine import choose, makespan
 from services.edge.request_state import RequestState
-from services.orchestrator import core as orchestrator_core
-from services.orchestrator import core_lending, core_plans
+from services.orchestrator import core_facts, core_lending, core_plans
 from services.pipeline_scheduler.core import PipelineSchedulerCore
 from services.rollout_worker.core import RolloutWorkerCore
 from services.router.core import RouterCore
@@ -30,16 +30,23 @@ from services.runtime.host import CoreHost
 from services.simulator.faults.plan import FAULTS_MS, Plan, draw
 from services.simulator.faults.record import Violation
 from services.simulator.faults.run import Run
+from services.toggle_manager import core_orders as toggle_orders
 from services.toggle_manager.core import ToggleManagerCore
 
 assert messages
+
+
+@functools.cache
+def _source(function: Any) -> str:
+    """As it is in its file, whatever another mutation made of it."""
+    return textwrap.dedent(inspect.getsource(function))
 
 
 def rewrite(function: Any, *changes: tuple[str, str]) -> Callable[[], None]:
     """A mutation: the function's source with each old text, which must be in it once, replaced."""
 
     def apply() -> None:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = _source(function)
         for old, new in changes:
             assert source.count(old) == 1, f"{function.__qualname__} has {source.count(old)} times {old!r}"
             source = source.replace(old, new)
@@ -80,7 +87,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
         rewrite(core_lending._settled,
                 ("pair = msgspec.structs.replace(toggle(pair, Residency.RELEASING), deadline_ms=0)",
                  "pair = toggle(toggle(pair, Residency.RELEASING), Residency.FREE)")),
-        rewrite(ToggleManagerCore._join, ("if view.state.trainer_resident:", "if False:")),
+        rewrite(toggle_orders._join, ("if view.state.trainer_resident:", "if False:")),
         rewrite(ToggleManagerCore._is_prepared, ("not view.state.trainer_resident", "True")),
     ),
     # 11.3
@@ -99,7 +106,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "router ignores the pause": rewrite(RouterCore.assign, ("if self._paused_by and", "if False and")),
     "mode switch in one wave": rewrite(plan.first_wave, ("for anchor in _anchors(", "for anchor in () and _anchors(")),
     "incarnation check off": rewrite(
-        orchestrator_core._current, ("if row.incarnation != fact.incarnation:", "if False:")
+        core_facts.current, ("if row.incarnation != fact.incarnation:", "if False:")
     ),
     # 11.4
     "prefix dropped": rewrite(RequestState._on_assignment, ("prefix=self.tokens.copy()", "prefix=[]")),
@@ -132,7 +139,7 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     ),
     # 11.7
     "a return is not carried out": rewrite(
-        ToggleManagerCore._give_back, ("generation = row.role_generation", "return None")
+        toggle_orders._give_back, ("generation = row.role_generation", "return None")
     ),
     # 11.8
     "a group is admitted one by one": rewrite(

@@ -49,5 +49,12 @@ def test_without_a_mutation_nothing_is_found() -> None:
         assert found_by(seed) == []
 
 
+def test_what_a_mutation_rewrites_is_there_once() -> None:
+    """All of them, in a process of its own: a rule that has moved is told here, not only where the slow tests run."""
+    code = "from tests.sim.mutations import MUTATIONS\nfor mutate in MUTATIONS.values(): mutate()"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_there_are_enough_of_them() -> None:
     assert len(MUTATIONS) >= 15

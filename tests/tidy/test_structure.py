@@ -19,7 +19,16 @@ PURE = sorted(
         *(path for path in CORES if path.parent.name not in ("runtime",)),
         *(
             ROOT / "pearl_state" / name
-            for name in ("model.py", "plan.py", "invariants.py", "orders.py", "parts.py", "peers.py", "progress.py")
+            for name in (
+                "model.py",
+                "plan.py",
+                "plan_files.py",
+                "invariants.py",
+                "orders.py",
+                "parts.py",
+                "peers.py",
+                "progress.py",
+            )
         ),
         ROOT / "services/decision_engine/makespan.py",
         ROOT / "services/pipeline_scheduler/batches.py",
@@ -85,7 +94,7 @@ def test_cores_import_without_torch_nats_or_asyncio() -> None:
 
 def test_only_the_runtime_imports_nats() -> None:
     users = [relative(path) for path in FILES if "nats" in {name.split(".")[0] for name in imports(path)}]
-    assert users == ["services/runtime/bus_nats.py"]
+    assert users == ["services/runtime/bus_nats_connection.py"]
 
 
 def test_only_the_runtime_starts_pools() -> None:

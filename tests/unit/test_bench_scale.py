@@ -11,7 +11,8 @@ import pytest
 from messages.ids import Zone
 from services import jobfile
 from services.bench.figures import lines_svg
-from services.bench.scale import MIB, Run, as_json, figures, growth, job_of
+from services.bench.scale import job_of
+from services.bench.scale_figures import MIB, Run, as_json, figures, growth
 from services.emulated_fleet.config import fleets
 from services.jobfile import ConfigError
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+
 import pytest
 from msgspec.structs import replace
 
@@ -10,7 +13,9 @@ from messages.envelope import encode
 from messages.pipeline_scheduler import BatchItem, BatchReady, StepFinished, TrajectoryCompleted
 from messages.subjects import message_id, subject_of
 from services.checker import collect
-from services.checker.core import Expected, Journalled, Report, check
+from services.checker.core import check
+from services.checker.core_report import Expected, Journalled, Report, Trimmed, Violation
+from services.cli import check as command
 from services.jobfile import JobFile, JobSection, PipelineSection
 from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
@@ -238,7 +243,8 @@ def test_every_rule_has_a_test():
 
     import services.checker.core as core
 
-    rules = set(re.findall(r"found\.(?:add|again)\(\s*\"(\w+)\"", Path(core.__file__).read_text()))
+    sources = "".join(path.read_text() for path in Path(core.__file__).parent.glob("core*.py"))
+    rules = set(re.findall(r"found\.(?:add|again)\(\s*\"(\w+)\"", sources))
     assert rules == set(PLANTED)
 
 
@@ -426,3 +432,114 @@ def test_a_loss_excuses_nothing_else(rule: str):
     run = Run()
     PLANTED[rule](run)
     assert rule in {each.rule for each in run.check(replace(EXPECTED, rewound=1)).violations}
+
+
+# -- streams of which the oldest messages were trimmed
+
+
+async def _in_time(tmp_path, run: Run):
+    """The run in the order in which it happens: turns, ends, batch, train step; batch 1 ends its episodes after batch 0's step."""
+    broker = MemoryBroker()
+    bus = broker.connect()
+    for family in ("EV", "JOURNAL", "DEAD"):
+        await bus.ensure_stream(StreamSpec(name=f"demo_{family}", subjects=(f"pearl.demo.{STREAMS[family]}.>",)))
+    for entry in run.journal:
+        await bus.publish_durable(subject_of("demo", entry.record), encode(entry.record), msg_id=f"j{entry.seq}")
+    for batch in range(len(run.batches)):
+        events = [*(end for end in run.ends if end.batch == batch), run.batches[batch], run.steps[batch]]
+        for event in events:
+            await bus.publish_durable(subject_of("demo", event), encode(event), msg_id=message_id(event))
+    job = JobFile(
+        job=JobSection(data_dir=str(tmp_path)),
+        pipeline=PipelineSection(batch_trajectories=GROUPS * SIZE, group_size=SIZE, staleness=0, keep_journal=True),
+    )
+    return bus, job
+
+
+STREAMS = {"EV": "ev", "JOURNAL": "journal", "DEAD": "dead"}
+
+
+def own_versions(run: Run) -> Run:
+    """As with staleness 0: every token of batch k is of version k."""
+    for index, entry in enumerate(run.journal):
+        if isinstance(entry.record, TurnFinished):
+            run.journal[index] = Journalled(
+                entry.seq, replace(entry.record, spans=(VersionSpan(entry.record.batch, 0, 5),))
+            )
+    for index, end in enumerate(run.ends):
+        run.end(index, min_version=end.batch)
+    return run
+
+
+@pytest.mark.parametrize("gone", range(12))
+async def test_trimmed_events_are_said_and_not_held_against_a_run(tmp_path, gone: int):
+    """Whatever their number: of six events a batch, four ends, the batch and its train step."""
+    bus, job = await _in_time(tmp_path, own_versions(Run()))
+    await bus.purge("demo_EV", below_seq=gone + 1)
+    report = await collect.check(bus, job)
+    assert report.violations == () and report.lost == 0
+    assert [each.gone for each in report.trimmed] == ([gone] if gone else [])
+    assert report.unseen == (
+        gone if gone < 4 else 4 if gone == 4 else 0 if gone < 7 else min(gone - 6, 4) if gone < 11 else 0
+    )
+    assert all(each.from_ms > 0 and each.stream == "demo_EV" for each in report.trimmed)
+
+
+async def test_what_is_left_of_trimmed_events_is_checked_all_the_same(tmp_path):
+    run = own_versions(Run())
+    del run.ends[-1]  # of batch 1, which began after the train step of batch 0
+    bus, job = await _in_time(tmp_path, run)
+    await bus.purge("demo_EV", below_seq=3)
+    report = await collect.check(bus, job)
+    assert {violation.rule for violation in report.violations} == {"end_missing"} and report.lost == 1
+    assert report.unseen == 2, "the two ends of batch 0 that were trimmed"
+
+
+def test_train_steps_are_held_against_one_another_after_a_trim():
+    run = Run()
+    run.batches, run.steps = run.batches[1:], run.steps[1:]
+    run.ends = run.ends[4:]
+    late = replace(EXPECTED, whole_from=1)
+    assert run.check(late).violations == ()
+    run.steps.append(replace(run.steps[0], batch=3, version=4))
+    assert {"trained_unordered", "trained_unready"} == {violation.rule for violation in run.check(late).violations}
+
+
+async def test_a_kept_journal_that_was_trimmed_is_said_too(tmp_path):
+    bus, job = await _in_time(tmp_path, own_versions(Run()))
+    await bus.purge("demo_JOURNAL", below_seq=5)
+    report = await collect.check(bus, job)
+    assert "journal_missing" in {violation.rule for violation in report.violations}, "it was to be kept"
+    assert [(each.stream, each.gone) for each in report.trimmed] == [("demo_JOURNAL", 4)]
+    dropped = replace(job, pipeline=replace(job.pipeline, keep_journal=False))
+    assert (await collect.check(bus, dropped)).violations == ()
+    await bus.purge("demo_JOURNAL", below_seq=1000)
+    (said,) = (await collect.check(bus, dropped)).trimmed
+    assert (said.stream, said.from_ms) == ("demo_JOURNAL", 0) and said.gone > 4
+
+
+def test_a_trimmed_stream_is_told_in_words():
+    told = str(Trimmed(stream="demo_EV", gone=17, from_ms=1_700_000_000_000))
+    assert told == "demo_EV: checked from 2023-11-14 22:13:20 UTC on; 17 earlier messages were trimmed, and not seen"
+    assert str(Trimmed(stream="demo_EV", gone=3)) == "demo_EV: nothing is left; 3 messages were not seen"
+
+
+@pytest.mark.parametrize("violations", [(), (Violation("x", "y"),)])
+def test_the_command_says_what_it_could_not_see(violations, monkeypatch, capsys):
+    trimmed = (Trimmed(stream="demo_EV", gone=17, from_ms=1_700_000_000_000),)
+    report = replace(Run().check(), trimmed=trimmed, unseen=2, violations=violations)
+
+    async def checked(_: object) -> Report:
+        return report
+
+    monkeypatch.setattr(command, "_check", checked)
+    monkeypatch.setattr(command, "job_of", lambda _: None)
+    assert command.run(argparse.Namespace(json=False)) == bool(violations)
+    said = capsys.readouterr().out
+    assert "not all seen: demo_EV: checked from 2023-11-14 22:13:20 UTC on; 17 earlier messages" in said
+    assert "2 trajectories of batches ended before that" in said
+    assert command.run(argparse.Namespace(json=True)) == bool(violations)
+    found = json.loads(capsys.readouterr().out)
+    assert (found["unseen"], found["trimmed"]) == (2, [{"stream": "demo_EV", "gone": 17, "from_ms": 1_700_000_000_000}])
+    report = Run().check()
+    assert command.run(argparse.Namespace(json=False)) == 0 and "not all seen" not in capsys.readouterr().out

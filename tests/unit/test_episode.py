@@ -24,6 +24,7 @@ from services.jobfile import AgentSection, EnvironmentSection, JobFile, Pipeline
 from services.runtime.bus_memory import MemoryBroker
 from services.runtime.clock import ManualClock
 from tests.scripted_cluster import Cluster, Records, Table, create_streams, task_of
+from tests.waiting import until
 
 REPLY = 5
 """Tokens of a whole reply, the end of turn included."""
@@ -287,7 +288,7 @@ async def test_an_agent_thought_dead_cannot_write_after_its_successor():
         world.cluster.before = asyncio.Event()
         edge = await world.edge()
         zombie = asyncio.ensure_future(world.episode(edge).run())
-        await _until(lambda: world.cluster.generates)
+        await until(lambda: world.cluster.generates)
         record = _turn(0)
         await world.bus.publish_durable(subject_of("demo", record), encode(record), msg_id=f"{message_id(record)}:x")
         world.cluster.before.set()
@@ -368,12 +369,6 @@ async def test_a_limit_that_makes_no_sense_fails_the_episode():
 # --- the process
 
 
-async def _until(condition) -> None:
-    async with asyncio.timeout(5):
-        while not condition():  # noqa: ASYNC110 - of many parts; none has an event for it
-            await asyncio.sleep(0.001)
-
-
 async def test_an_agent_runs_tasks_side_by_side_and_acknowledges_them_at_their_end():
     async with World("cut:2", "refuse", "die:1") as world:
         stop = asyncio.Event()
@@ -383,7 +378,7 @@ async def test_an_agent_runs_tasks_side_by_side_and_acknowledges_them_at_their_e
             task = task_of(f"b0-g0-m{member}")
             await world.bus.publish_durable(subject_of("demo", task), encode(task), msg_id=message_id(task))
         tasks = world.broker.streams["demo_TASKS"].messages
-        await _until(lambda: not tasks)
+        await until(lambda: not tasks)
         stop.set()
         await running
         assert len(await world.ends()) == 9 and len(await world.turns()) == 27
@@ -398,14 +393,14 @@ async def test_a_stopping_agent_gives_its_tasks_to_the_next():
         first = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="e").run(stop))
         task = task_of()
         await world.bus.publish_durable(subject_of("demo", task), encode(task), msg_id=message_id(task))
-        await _until(lambda: world.cluster.generates)
+        await until(lambda: world.cluster.generates)
         stop.set()
         await first
         world.cluster.before.set()
-        await _until(lambda: world.cluster.cancels)
+        await until(lambda: world.cluster.cancels)
         stop = asyncio.Event()
         second = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="f").run(stop))
-        await _until(lambda: not world.broker.streams["demo_TASKS"].messages)
+        await until(lambda: not world.broker.streams["demo_TASKS"].messages)
         stop.set()
         await second
         assert len(await world.ends()) == 1
@@ -418,7 +413,7 @@ async def test_a_task_that_cannot_be_read_is_put_aside():
         stop = asyncio.Event()
         running = asyncio.ensure_future(Agent(world.job, world.bus, None, edge_name="e").run(stop))
         await world.bus.publish_durable("pearl.demo.task.0", b"not a task", msg_id="x")
-        await _until(lambda: not world.broker.streams["demo_TASKS"].messages)
+        await until(lambda: not world.broker.streams["demo_TASKS"].messages)
         stop.set()
         await running
         letters = [decode(d.data, DeadLetter) async for d in world.bus.read("demo_DEAD", "pearl.demo.dead.*")]

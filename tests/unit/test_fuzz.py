@@ -81,7 +81,7 @@ def test_bytes_are_read_or_refused_with_the_documented_error(seed: int) -> None:
             read += 1
             assert kind_of(data) == tag_of(type(message))
             again = decode(encode(message), type(message))
-            assert again == message or "nan" in repr(message)
+            assert again == message
     assert read > len(TAGS), "some mutants are to be readable, else only the first check is ever reached"
 
 

@@ -16,6 +16,7 @@ from services.router.gateway.config import Config
 from services.router.gateway.generation import HOLD_MS
 from services.router.gateway.openapi import ENDPOINTS
 from tests.gateway_world import MODEL, World, chat, hello, job_of, said
+from tests.waiting import until
 
 
 async def test_a_chat_whole_and_streamed_says_the_same() -> None:
@@ -512,9 +513,7 @@ async def test_a_client_that_takes_nothing_of_its_stream_is_dropped() -> None:
         small.connect(("127.0.0.1", world.gateway.port))
         _, writer = await asyncio.open_connection(sock=small, limit=1024)
         writer.write(head + body)
-        async with asyncio.timeout(30):
-            while not world.gateway.metrics.cancelled:  # noqa: ASYNC110 - the gateway has no event for it
-                await asyncio.sleep(0.02)
+        await until(lambda: world.gateway.metrics.cancelled)
         assert world.gateway.generation.in_flight == 0
         writer.close()
         world.cluster.answer = hello

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
 
 from messages.decision_engine import Leave
+from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
 from messages.ids import DecisionId, Epoch, Incarnation, Mode, PlanId, Role, RoleGeneration, WorkerId
-from messages.monitor import Candidate, DecisionRecord
+from messages.monitor import Candidate, DecisionRecord, GpusReturned
 from messages.orchestrator import PlanProgress, WorkerGone
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.monitor.board import Board
 from services.monitor.history import Counts, PlanFold, change_text, changes_of
 from services.monitor.lending import lending_of
-from services.monitor.report import count_plans, rollout_throughput
+from services.monitor.report import count_plans, plan_lines, plans_by_kinds, rollout_throughput
 
 RECORD = DecisionRecord(
     decision_id=DecisionId("d1"),
@@ -93,13 +96,92 @@ def test_counts_of_plans_and_borrows() -> None:
     changes = changes_of(HISTORY, PlanFold(("t",)))
     events = [event for event in HISTORY if not isinstance(event, WorkerGone)]
     assert count_plans(events, changes) == {
-        "total": 7, "grow": 2, "shrink": 0, "mode_switch": 2, "ratio_change": 1, "forced": 1, "cancelled": 1,
+        "total": 7, "applied": 6, "grow": 2, "shrink": 0, "borrow": 1, "return": 1, "mode_switch": 2, "ratio_change": 1,
+        "other": 0, "forced": 1, "cancelled": 1,
+    }  # fmt: skip
+    assert plans_by_kinds(changes) == {
+        "grow": 2, "borrow+mode_switch": 1, "mode_switch": 1, "ratio_change": 1, "return": 1,
     }  # fmt: skip
     asked = [
         msgspec.structs.replace(RECORD, budget_id=budget, lending=True, overlap_workers=overlap, borrow=borrow)
         for budget, overlap, borrow in ((1, 1, False), (1, 1, True), (2, 1, False), (3, 0, False))
     ]
-    assert lending_of([*events, *asked], {"t"}).borrows == {"count": 1, "denied_by_gate": 1, "late_returns": 0}
+    assert lending_of([*events, *asked], {"t"}).borrows == {
+        "count": 1, "denied_by_gate": 1, "late_returns": 0, "returns": 0, "return_plans": 1,
+        "workers_lent": 1, "workers_returned": 1, "workers_lost": 0, "workers_held": 0,
+    }  # fmt: skip
+
+
+GONE_T3 = WorkerGone(worker=WorkerId("t3"), incarnation=Incarnation(1), reason="signal:9")
+JOURNAL = (
+    plan(1, add={"a": C, "b": C, "c": C}),  # grow
+    plan(2, add={"t1": C, "t2": C}),  # borrow
+    plan(3, add={"t3": C, "t4": C}, remove=("c",)),  # shrink and borrow
+    plan(4, remove=("t1", "t2", "t3")),  # one return of what two borrows lent
+    GpusReturned(batch=0, workers=(WorkerId("t1"), WorkerId("t2"), WorkerId("t3")), deadline_ms=9, at_ms=8),
+    plan(5, add={"t3": C}),  # borrow
+    GONE_T3,  # and lost
+    GONE_T3,  # it is told of twice
+    plan(6, add={"t1": P}, reassign={"a": P, "b": D, "t4": D}),  # borrow and mode switch
+    plan(7, add={"t2": D}, stage="preparing"),  # superseded
+    plan(8, add={"t2": D}),  # a borrow that failed
+    PlanProgress(plan_id=PlanId("p8"), part="toggle", report="vetoed"),
+    plan(9, reassign={"t1": P}),  # nothing that has a name
+    plan(10, remove=("t3",)),  # it is gone already: no return
+)
+OVERLAP_SLOTS = ("t1", "t2", "t3", "t4")
+
+
+def test_totals_of_a_report_add_up_and_say_what_they_count() -> None:
+    changes = changes_of(JOURNAL, PlanFold(OVERLAP_SLOTS))
+    plans, by_kinds = count_plans(JOURNAL, changes), plans_by_kinds(changes)
+    assert (plans["total"], plans["applied"], plans["cancelled"]) == (10, 8, 2)
+    assert by_kinds == {
+        "borrow": 2, "return": 2, "borrow+mode_switch": 1, "grow": 1, "other": 1, "shrink+borrow": 1,
+    }  # fmt: skip
+    assert plan_lines(plans, by_kinds) == [
+        ("plans", "10 made = 8 applied + 2 cancelled (superseded, vetoed, failed, or not yet applied at the end)"),
+        ("", "8 applied = 2 borrow + 2 return + 1 borrow and mode switch + 1 grow + 1 other + 1 shrink and borrow"),
+    ]
+    lent = lending_of(JOURNAL, OVERLAP_SLOTS)
+    assert lent.lines() == [
+        ("borrows", "4 plans lent GPUs of training; the gate denied 0 others"),
+        ("", "6 workers lent = 3 returned (by 1 plan) + 1 lost + 2 still lent"),
+        ("returns", "1 time training asked for its GPUs: for all that were lent then, or about to be; 0 late"),
+    ]
+
+
+EVENTS = st.one_of(
+    st.builds(
+        plan,
+        st.integers(1, 12),
+        add=st.dictionaries(st.sampled_from("abtuv"), st.sampled_from((C, P, D)), max_size=3),
+        remove=st.lists(st.sampled_from("abtuv"), max_size=3, unique=True).map(tuple),
+        reassign=st.dictionaries(st.sampled_from("abtuv"), st.sampled_from((C, P, D)), max_size=3),
+        stage=st.sampled_from(("preparing", "applying")),
+    ),
+    st.builds(
+        lambda number, report: PlanProgress(plan_id=PlanId(f"p{number}"), part="toggle", report=report),
+        st.integers(1, 12),
+        st.sampled_from(("applied", "failed", "vetoed")),
+    ),
+    st.sampled_from("abtuv").map(
+        lambda worker: WorkerGone(worker=WorkerId(worker), incarnation=Incarnation(1), reason="exit:1")
+    ),
+)
+
+
+@given(st.lists(EVENTS, max_size=30))
+def test_totals_add_up_for_any_events(events: list[Message]) -> None:
+    changes = changes_of(events, PlanFold("tuv"))
+    plans, by_kinds = count_plans(events, changes), plans_by_kinds(changes)
+    assert plans["total"] == plans["applied"] + plans["cancelled"]
+    assert sum(by_kinds.values()) == plans["applied"] == len(changes)
+    kinds = ("grow", "shrink", "borrow", "return", "mode_switch", "ratio_change", "other")
+    assert all(plans[kind] == sum(count for key, count in by_kinds.items() if kind in key.split("+")) for kind in kinds)
+    lent = lending_of(events, "tuv")
+    assert lent.workers_lent == lent.workers_returned + lent.workers_lost + lent.workers_held
+    assert lent.count == plans["borrow"] and lent.return_plans <= plans["return"]
 
 
 def test_a_worker_that_died_and_came_back_changes_no_ratio() -> None:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from pearl_state.plan import plan_from_files
+from pearl_state.plan_files import plan_from_files
 from services import jobfile
 from services.cli.decide import read_mapping
 from services.cli.demo_jobs import template

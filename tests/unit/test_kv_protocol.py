@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,6 +48,12 @@ def test_frames_come_back_as_they_were():
 def test_a_frame_beyond_its_bounds_is_not_read(header: int, body: int):
     with pytest.raises(ProtocolError, match="a frame of"):
         lengths(LENGTHS.pack(header, body))
+
+
+@pytest.mark.parametrize("logprob", [math.nan, math.inf, -math.inf])
+def test_a_log_probability_that_is_none_is_an_error_of_the_peer(logprob: float):
+    with pytest.raises(ProtocolError, match="logprob"):
+        read_answer(header_of(frame(First(token=3, logprob=logprob, cached=0))))
 
 
 @given(st.binary(max_size=60))

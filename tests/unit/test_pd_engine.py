@@ -19,6 +19,7 @@ from services.rollout_worker.engines.base import EngineError, GenerateSpec, Toke
 from services.rollout_worker.engines.kv_protocol import First, Hello, Pages, frame
 from services.rollout_worker.engines.kv_transfer import Limits
 from services.rollout_worker.engines.torch_engine import TorchEngine
+from tests.waiting import until
 
 VOCAB = 40
 PROMPT = [(7 * index) % VOCAB for index in range(70)]
@@ -180,13 +181,11 @@ async def test_only_the_missing_kv_travels(engines: Any, monkeypatch: pytest.Mon
 
 async def test_the_sides_come_in_either_order(engines: Any):
     prefill, decode = await engines(Role.PREFILL), await engines(Role.DECODE)
+    side = prefill._prefill_side
     for first, second in ((prefill, decode), (decode, prefill)):
         wanted = paired(prefill, spec(max_new_tokens=3))
         leading = asyncio.create_task(run(first, wanted))
-        side = prefill._prefill_side
-        async with asyncio.timeout(5):
-            while not side.waiting and not side._rooms.receivers:  # noqa: ASYNC110
-                await asyncio.sleep(0.002)
+        await until(lambda: side.waiting or side._rooms.receivers)
         await asyncio.gather(leading, run(second, wanted))
         assert leading.result()[-1].finish in ("length", "handed_over")
     await quiet(prefill, decode)
@@ -260,9 +259,7 @@ async def test_an_interruption_on_either_side_resumes_the_same(engines: Any, sid
 
 async def under_way(decode: TorchEngine) -> None:
     """Until some pages, not all, are there."""
-    async with asyncio.timeout(5):
-        while not any(reply.receiving and reply.computed for reply in tuple(decode._replies.values())):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: any(reply.receiving and reply.computed for reply in tuple(decode._replies.values())))
 
 
 async def test_a_cancel_on_either_side_frees_both(engines: Any):
@@ -397,9 +394,7 @@ async def test_late_pages_are_not_written_into_blocks_of_another(engines: Any):
     decode = await engines(Role.DECODE, kv_cache_tokens=96)
     prefill = await engines(Role.PREFILL)
     first = asyncio.create_task(run(decode, paired(prefill, spec("a", prompt=PROMPT[:60]))))
-    async with asyncio.timeout(5):
-        while not decode._replies:  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
+    await until(lambda: decode._replies)
     ((number, old),) = decode._replies.items()
     lease, data = old.lease, bytes(60 * decode._cache.token_bytes)
     await decode.abort()

@@ -13,16 +13,8 @@ from hypothesis import strategies as st
 
 from messages.ids import Activity, Gpu, Incarnation, NodeId, PolicyVersion, Role, Stage, WorkerId, Zone
 from pearl_state.model import ROLLOUT_ROLES, Row, serves
-from pearl_state.plan import (
-    Counts,
-    MinimalPlan,
-    PlanInputError,
-    choose_members,
-    first_wave,
-    fit,
-    minimal_change,
-    plan_from_files,
-)
+from pearl_state.plan import Counts, MinimalPlan, choose_members, first_wave, fit, minimal_change
+from pearl_state.plan_files import PlanInputError, plan_from_files
 
 
 def row(
@@ -142,6 +134,105 @@ def test_of_equals_decode_workers_stay(roles: tuple[Role, Role]):
     rows = [row(f"{node}-w{index}", role) for node in ("a", "b") for index, role in enumerate(roles)]
     kept = choose_members(rows, [r.worker for r in rows], Counts(colocated=3))
     assert {each.worker for each in rows if each.role is Role.DECODE} < set(kept)
+
+
+def leaving_order(rows: list[Row], role: Role) -> list[list[str]]:
+    """Who has left when all but n of these, all of one role, are to go: for n from their number down to 0, the newly gone."""
+    gone: list[set[str]] = []
+    for total in range(len(rows), -1, -1):
+        counts = Counts(**{role.value: total})
+        gone.append({r.worker for r in rows} - set(choose_members(rows, [r.worker for r in rows], counts)))
+    return [sorted(later - earlier) for earlier, later in itertools.pairwise(gone)]
+
+
+def test_lent_workers_leave_before_preemptible_and_those_before_reserved_ones():
+    """Whatever their names and places in the table, and although the lent and preemptible ones share no node."""
+    rows = [
+        row("a-w0", zone=Zone.OVERLAP),
+        row("z-w0", zone=Zone.RESERVED),
+        row("m-w0"),
+        row("b-w0", zone=Zone.RESERVED),
+        row("y-w0", zone=Zone.OVERLAP),
+        row("c-w0"),
+    ]
+    expected = [["y-w0"], ["a-w0"], ["m-w0"], ["c-w0"], ["z-w0"], ["b-w0"]]
+    for order in itertools.permutations(rows):
+        assert leaving_order(list(order), Role.COLOCATED) == expected
+
+
+def test_a_zone_leaves_before_the_next_however_large_its_nodes_are():
+    """A small lent node goes before a large preemptible one, and that before a larger reserved one."""
+    rows = [
+        row("t-w0", zone=Zone.OVERLAP),
+        *(row(f"s-w{i}") for i in range(2)),
+        *(row(f"r-w{i}", zone=Zone.RESERVED) for i in range(3)),
+    ]
+    workers = [r.worker for r in rows]
+    kept = {n: choose_members(rows, workers, Counts(colocated=n)) for n in range(1, 6)}
+    assert kept[5] == ("r-w0", "r-w1", "r-w2", "s-w0", "s-w1")
+    assert kept[4] == ("r-w0", "r-w1", "r-w2", "s-w0")
+    assert kept[3] == ("r-w0", "r-w1", "r-w2")
+    assert kept[2] == ("r-w0", "r-w1") and kept[1] == ("r-w0",)
+
+
+def test_whole_nodes_leave_before_parts_of_others():
+    """Of as many leavers as a node has workers, one node is emptied; what is left over comes from the smallest remaining node."""
+    rows = [row(f"{node}-w{i}") for node, size in (("a", 3), ("b", 2), ("c", 1)) for i in range(size)]
+    workers = [r.worker for r in rows]
+    kept = {n: choose_members(rows, workers, Counts(colocated=n)) for n in range(6)}
+    assert kept[5] == ("a-w0", "a-w1", "a-w2", "b-w0", "b-w1")  # node c
+    assert kept[4] == ("a-w0", "a-w1", "a-w2", "c-w0")  # node b
+    assert kept[3] == ("b-w0", "b-w1", "c-w0")  # node a: the largest that may go whole
+    assert kept[2] == ("b-w0", "b-w1")  # nodes a, c
+    assert kept[1] == ("c-w0",)  # nodes a, b
+    assert kept[0] == ()
+
+
+def test_a_whole_node_leaves_before_a_part_of_one_that_is_lent():
+    """Emptying a node comes before the zones: half a lent node would be of no use to training."""
+    rows = [row("s-w0"), *(row(f"t-w{i}", zone=Zone.OVERLAP) for i in range(2))]
+    workers = [r.worker for r in rows]
+    assert choose_members(rows, workers, Counts(colocated=2)) == ("t-w0", "t-w1")
+    assert choose_members(rows, workers, Counts(colocated=1)) == ("s-w0",)
+
+
+def test_where_no_node_leaves_whole_lent_workers_go_first_then_those_of_the_smallest_node():
+    lent = [
+        row(f"{node}-w{i}", zone=zone)
+        for node, zone in (("a", Zone.OVERLAP), ("b", Zone.PREEMPTIBLE))
+        for i in range(2)
+    ]
+    assert "a-w1" not in choose_members(lent, [r.worker for r in lent], Counts(colocated=3))
+    spot = [row(f"{node}-w{i}") for node, size in (("a", 2), ("b", 3)) for i in range(size)]
+    assert "a-w1" not in choose_members(spot, [r.worker for r in spot], Counts(colocated=4))
+
+
+def test_among_equals_the_later_name_leaves_first():
+    """Nodes first, then workers on a node: so that the same rows always give the same plan."""
+    nodes = [row(f"{node}-w0") for node in ("a", "b", "c")]
+    assert leaving_order(nodes, Role.COLOCATED) == [["c-w0"], ["b-w0"], ["a-w0"]]
+    one_node = [row(f"a-w{i}") for i in range(3)]
+    assert leaving_order(one_node, Role.DECODE) == [["a-w2"], ["a-w1"], ["a-w0"]]
+
+
+def test_of_one_node_and_zone_decode_workers_stay_longest():
+    """Where the counts leave the choice: a surplus of both roles, one to go, and decode workers have prefix-warm caches."""
+    rows = [row("a-w0", Role.PREFILL), row("a-w1", Role.DECODE), row("a-w2", Role.DECODE), row("a-w3", Role.PREFILL)]
+    workers = [r.worker for r in rows]
+    assert choose_members(rows, workers, Counts(colocated=3)) == ("a-w0", "a-w1", "a-w2")
+    assert choose_members(rows, workers, Counts(colocated=2)) == ("a-w1", "a-w2")
+    assert choose_members(rows, workers, Counts(colocated=1)) == ("a-w1",)
+
+
+def test_only_surplus_roles_leave_even_where_others_would_go_first():
+    """The order above is for ties: a plan with fewer changes comes before it."""
+    rows = [
+        row("a-w0", Role.PREFILL, zone=Zone.RESERVED),
+        row("a-w1", Role.PREFILL, zone=Zone.RESERVED),
+        row("t-w0", Role.DECODE, zone=Zone.OVERLAP),
+    ]
+    kept = choose_members(rows, [r.worker for r in rows], Counts(prefill=1, decode=1))
+    assert kept == ("a-w0", "t-w0")
 
 
 def test_preparing_workers_are_taken_before_empty_slots():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from messages.decision_engine import BudgetChanged, WorkloadProfile
-from messages.ids import Activity, Epoch, Gpu, Mode, NodeId, Role, Stage, WorkerId, Zone
+from messages.ids import Activity, DecisionId, Epoch, Gpu, Mode, NodeId, Role, Stage, WorkerId, Zone
 from messages.monitor import DecisionRecord, Observed
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable, Row
@@ -19,7 +19,9 @@ from services.decision_engine.choose import Policy, Replays, Running, choose
 from services.decision_engine.config import Config, Planner
 from services.decision_engine.core import DecisionEngineCore, State
 from services.decision_engine.correct import correction, smoothed
+from services.decision_engine.decide import answer, question_of
 from services.decision_engine.learn import Learned
+from services.decision_engine.predict_average import averaged, kept
 from services.decision_engine.predict_evidence import Evidence, Limits
 from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, merged
 from services.decision_engine.predict_queueing import makespan_s, phases_of
@@ -207,6 +209,87 @@ def test_the_luck_of_a_replay_is_shared_with_its_neighbours() -> None:
     assert smoothed({}, [(1, 1, 0)]) == {(1, 1, 0): 1.0}
 
 
+def test_a_ratio_that_the_network_misjudges_says_nothing_of_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One prefill worker too few: the network predicts twice what the replay finds. Its neighbour, where nothing waits, is no faster for it."""
+    replayed = {(1, 7, 0): 100.0, (2, 6, 0): 65.0, (3, 5, 0): 66.0, (4, 4, 0): 67.0}
+    ranked = {(1, 7, 0): 200.0, (2, 6, 0): 50.0, (3, 5, 0): 50.0, (4, 4, 0): 50.0}
+    wrong = (1, 7, 0)
+    monkeypatch.setattr(predict, "_replayed_s", lambda key, *counts: replayed.get(counts, 70.0))
+    monkeypatch.setattr(predict, "makespan_s", lambda phases, machine, *counts: ranked.get(counts, 50.0))
+    options = predict.candidates(PROFILE, 8, EVIDENCE, judged=[wrong])
+    found = {(each.prefill, each.decode, each.colocated): each.base_s for each in options}
+    assert found[wrong] == pytest.approx(100.0)
+    assert found[2, 6, 0] == pytest.approx(65.0, rel=0.02)
+
+
+# ---- several samples ----
+
+
+def test_one_sample_s_luck_is_averaged_out() -> None:
+    logs = {1: 0.2, 2: 0.05}
+    first = averaged((), 8, 1, logs)
+    assert (first.logs, first.weight, first.shift) == (logs, 1.0, 0.0)
+    second = averaged((first,), 8, 2, {1: 0.0, 2: -0.15})
+    assert second.weight == pytest.approx(1 + 0.8)
+    assert second.logs == pytest.approx({1: 0.8 * 0.2 / 1.8, 2: (0.8 * 0.05 - 0.15) / 1.8})
+    assert second.shift == pytest.approx(0.8 * 0.2 / 1.8)
+    # A ratio that was not listed before is moved as the others are; one that is not listed now is forgotten.
+    third = averaged((first,), 8, 2, {2: -0.15, 3: -0.1})
+    assert third.logs[3] == pytest.approx(-0.1 + third.logs[2] + 0.15) and 1 not in third.logs
+
+
+def test_a_sample_counts_once_however_often_it_is_asked() -> None:
+    first = averaged((), 8, 1, {1: 0.2})
+    second = averaged((first,), 8, 2, {1: 0.0})
+    assert averaged((second,), 8, 2, {1: 0.0}) == second
+    assert averaged((second,), 8, 2, {1: 0.0, 2: 0.1}).logs[2] == pytest.approx(0.1 + second.shift)
+
+
+def test_old_samples_are_forgotten() -> None:
+    first = averaged((), 8, 1, {1: 0.2})
+    assert averaged((first,), 8, 40, {1: 0.0}).logs[1] == pytest.approx(0.0, abs=1e-4)
+
+
+def test_a_sample_s_luck_is_known_at_another_number_of_workers() -> None:
+    here = averaged((averaged((), 8, 1, {1: 0.2}),), 8, 2, {1: 0.0})
+    there = averaged((here,), 6, 2, {1: -0.1, 2: 0.0})
+    assert there.logs == pytest.approx({1: -0.1 + here.shift, 2: here.shift}) and there.weight == here.weight
+    assert averaged((here,), 6, 3, {1: -0.1}).logs == {1: -0.1}, "nothing is known of a newer sample"
+
+
+def test_averages_are_of_what_was_replayed_and_few() -> None:
+    options = predict.candidates(PROFILE, 8, EVIDENCE)
+    (found,) = kept((), options, 0)
+    assert found.workers == 8 and set(found.logs) == set(range(1, 8))
+    assert found.logs[3] == pytest.approx(math.log((options[3].base_s or 0.0) / (options[0].base_s or 1.0)))
+    quick = predict.candidates(PROFILE, 8, msgspec.structs.replace(EVIDENCE, quick=True))
+    assert kept((found,), quick, 1) == (found,)
+    many = (found,)
+    for workers in range(9, 20):
+        many = kept(many, predict.candidates(PROFILE, workers, EVIDENCE), 0)
+    assert [each.workers for each in many] == [16, 17, 18, 19]
+
+
+def test_what_earlier_samples_predicted_moves_a_prediction_and_the_incumbent_s_alike() -> None:
+    plain = {each.prefill: each for each in predict.candidates(PROFILE, 8, EVIDENCE)}
+    assert plain[0].makespan_s == plain[0].base_s
+    for prefill in (2, 3):
+        assert plain[prefill].makespan_s == pytest.approx((plain[prefill].base_s or 0.0) * math.exp(predict.LUCKIEST))
+    (now,) = kept((), tuple(plain.values()), -1)
+    slower = msgspec.structs.replace(now, logs={prefill: log + 0.18 for prefill, log in now.logs.items()})
+    taught = msgspec.structs.replace(EVIDENCE, averages=(slower,))
+    moved = {each.prefill: each for each in predict.candidates(PROFILE, 8, taught)}
+    by = math.exp(0.18 * 0.8 / 1.8)
+    assert moved[0] == plain[0]
+    for prefill in (2, 3):
+        assert moved[prefill].makespan_s == pytest.approx((plain[prefill].makespan_s or 0.0) * by)
+        assert moved[prefill].base_s == plain[prefill].base_s
+    before = predict.least(PROFILE, [(3, 5, 0)], EVIDENCE)
+    after = predict.least(PROFILE, [(3, 5, 0)], msgspec.structs.replace(EVIDENCE, averages=(slower,)))
+    assert before is not None and after is not None and before.base_s == after.base_s
+    assert (after.makespan_s or 0.0) > 1.05 * (before.makespan_s or 0.0)
+
+
 def test_candidates_say_how_they_came_about() -> None:
     options = predict.candidates(PROFILE, 8, EVIDENCE)
     assert len(options) == 8 and all(option.feasible and option.makespan_s for option in options)
@@ -386,6 +469,52 @@ def test_one_trial_of_the_mode_that_was_never_measured_and_no_second() -> None:
     assert state.learned.holding is None and len({each.prefill > 0 for each in state.learned.observed}) == 2
     state, records, targets = run(state, (at_s + 1000, budget(200, 4)))
     assert (targets[-1].prefill > 0) is (first[0] > 0) and not records[-1].probe and not records[-1].may_probe
+
+
+def test_a_decision_remembers_what_its_sample_predicted_and_its_record_what_it_knew() -> None:
+    state, records, _ = run(ENGINE.initial(), (1, budget(1, 4)))
+    (first,) = state.learned.averages
+    assert first.workers == 4 and records[-1].averages == ()
+    newer = msgspec.structs.replace(PROFILE, train_step=1, sample=SAMPLE[:8])
+    state, _, _ = run(state, (2, newer), (3, budget(2, 5)))
+    assert [each.workers for each in state.learned.averages] == [4, 5]
+    assert state.learned.averages[0].weight == pytest.approx(1.8)
+    state, records, _ = run(state, (4, budget(3, 6)))
+    assert records[-1].averages == state.learned.averages[:2]
+    again = answer(question_of(records[-1]))
+    assert (again.choice.chosen, again.choice.candidates) == (records[-1].chosen, records[-1].candidates)
+
+
+@pytest.mark.parametrize(
+    ("serving", "coming", "mode"),
+    [((0, 0, 2), (2, 4, 0), Mode.COLOCATED), ((1, 1, 0), (0, 0, 6), Mode.DISAGGREGATED)],
+)
+def test_a_mode_whose_newcomers_never_came_is_not_what_runs(
+    serving: tuple[int, int, int], coming: tuple[int, int, int], mode: Mode
+) -> None:
+    """A reclaim in the middle of a preparation: the workers that serve keep their roles unless changing them pays."""
+    target = TargetConfiguration(
+        decision_id=DecisionId("d1"),
+        budget_id=1,
+        mode=Mode.COLOCATED if coming[2] else Mode.DISAGGREGATED,
+        prefill=coming[0],
+        decode=coming[1],
+        colocated=coming[2],
+        borrow=False,
+        usable=tuple(WorkerId(f"n-w{index}") for index in range(6)),
+        leaving=(),
+        training_batch=None,
+        forced=False,
+        reason="",
+    )
+    state, _, _ = run(ENGINE.initial(), (1, budget(1, 2)))
+    state, records, _ = run(msgspec.structs.replace(state, target=target), (2, table(1, *serving)), (3, budget(2, 2)))
+    running = records[-1].running
+    assert running is not None and running.mode is mode
+    assert (running.prefill, running.decode, running.colocated) == serving
+    # Without a loss the last target is what runs: its workers are still coming.
+    state, records, _ = run(msgspec.structs.replace(state, target=target), (4, table(2, *serving)), (5, budget(3, 6)))
+    assert records[-1].running is not None and records[-1].running.mode is target.mode
 
 
 def test_a_shrink_is_answered_at_once_and_decided_again_on_the_next_tick() -> None:

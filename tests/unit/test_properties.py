@@ -8,6 +8,8 @@ any mishaps (`test_request_state.py`), the orchestrator's invariants (`test_orch
 from __future__ import annotations
 
 import enum
+import json
+import math
 from typing import Any
 
 import msgspec
@@ -109,6 +111,71 @@ def test_every_message_comes_back_as_it_was(message: Message) -> None:
     assert kind_of(data) == type(message).__struct_config__.tag
     assert decode(data, *KINDS.values()) == message
     assert (data[:1] == b"{") is not message.bulk, "the first byte tells the two encodings apart"
+
+
+NO_NUMBERS = st.sampled_from((math.nan, math.inf, -math.inf))
+
+
+def poisoned(kind: mi.Type) -> st.SearchStrategy[Any] | None:
+    """Values of this type in which some float is no number; None for a type without floats."""
+    match kind:
+        case mi.FloatType():
+            return NO_NUMBERS
+        case mi.StructType():
+            bad = {each.name: found for each in kind.fields if (found := poisoned(each.type)) is not None}
+            good = {each.name: values(each.type) for each in kind.fields}
+            cases = [st.fixed_dictionaries({**good, name: each}) for name, each in bad.items()]
+            return st.one_of(cases).map(lambda fields: kind.cls(**fields)) if cases else None
+        case mi.VarTupleType() | mi.ListType():
+            item = poisoned(kind.item_type)
+            if item is None:
+                return None
+            few = st.lists(values(kind.item_type), max_size=3)
+            made = st.tuples(few, item, few).map(lambda parts: [*parts[0], parts[1], *parts[2]])
+            return made.map(tuple) if isinstance(kind, mi.VarTupleType) else made
+        case mi.DictType():
+            item = poisoned(kind.value_type)
+            return None if item is None else st.dictionaries(TEXT, item, min_size=1, max_size=3)
+        case mi.UnionType():
+            cases = [found for each in kind.types if (found := poisoned(each)) is not None]
+            return st.one_of(cases) if cases else None
+        case _:
+            return None
+
+
+FLOATS = [
+    (kind, field.name, bad)
+    for kind in KINDS.values()
+    for field in msgspec.structs.fields(kind)
+    if (bad := poisoned(mi.type_info(field.type))) is not None
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "bad"),
+    FLOATS,
+    ids=lambda each: getattr(each, "__name__", str(each) if isinstance(each, str) else ""),
+)
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(data=st.data())
+def test_a_float_that_is_no_number_is_refused(
+    kind: type[Message], field: str, bad: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    """In MessagePack, which can say it, and in what lax JSON writers make of it."""
+    message = msgspec.structs.replace(data.draw(any_of(kind)), **{field: data.draw(bad)})
+    packed = msgspec.msgpack.encode(message)
+    text = json.dumps(msgspec.to_builtins(message))  # NaN, Infinity
+    for each in (packed, text.encode(), text.replace("Infinity", "1e999").encode()):
+        with pytest.raises(UndecodableMessage):
+            decode(each, kind)
+        with pytest.raises(UndecodableMessage):
+            decode(each, *KINDS.values())
+
+
+def test_the_floats_of_messages_are_found() -> None:
+    found = {(kind.__name__, field) for kind, field, _ in FLOATS}
+    assert {("TurnFinished", "env_s"), ("TokenChunk", "logprobs"), ("WorkloadProfile", "costs")} <= found
+    assert {("DecisionRecord", "candidates"), ("DecisionRecord", "incumbent")} <= found  # inside other types
 
 
 @SETTINGS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +11,11 @@ import pytest
 
 from services.jobfile import JobFile, JobSection, NatsSection
 from services.nats_server.process import EmbeddedServer, ServerError
+from services.runtime.log import told
 from services.supervisor import service
 from services.supervisor.roster import ServiceProcess
 from services.supervisor.service import Supervisor
+from tests.waiting import until
 
 
 @pytest.fixture
@@ -34,12 +35,6 @@ class Failing(Supervisor):
         return await asyncio.create_subprocess_exec(sys.executable, "-c", "raise SystemExit(1)")
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - there is no event for it
-            await asyncio.sleep(0.01)
-
-
 def nobody_reads(_: str) -> None:
     raise BrokenPipeError
 
@@ -50,13 +45,14 @@ async def test_processes_are_restarted_though_nobody_reads_of_it(
 ) -> None:
     monkeypatch.setattr(service, "BACKOFF_S", (0.0,))
     monkeypatch.setattr(service, "roster", lambda _: (ServiceProcess("router", "router"),))
-    supervisor = Failing(job, Path("job.toml"), on_event=nobody_reads)
+    supervisor = Failing(job, Path("job.toml"))
     supervisor.refused = refused
-    await supervisor.start()
-    try:
-        await until(lambda: supervisor.restarts.get("router", 0) >= 3)
-    finally:
-        await supervisor.stop()
+    with told(nobody_reads):
+        await supervisor.start()
+        try:
+            await until(lambda: supervisor.restarts.get("router", 0) >= 3)
+        finally:
+            await supervisor.stop()
 
 
 class StubbornServer:
@@ -80,12 +76,13 @@ class StubbornServer:
 async def test_a_server_that_does_not_start_is_tried_again(job: JobFile, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(service, "BACKOFF_S", (0.0,))
     said: list[str] = []
-    supervisor: Any = Supervisor(job, Path("job.toml"), on_event=said.append)
+    supervisor: Any = Supervisor(job, Path("job.toml"))
     server = StubbornServer()
     supervisor.server = cast("EmbeddedServer", server)
-    watching = asyncio.create_task(supervisor._watch_server())
-    async with asyncio.timeout(60):
-        await server.runs.wait()
-    watching.cancel()
-    await asyncio.gather(watching, return_exceptions=True)
+    with told(said.append):
+        watching = asyncio.create_task(supervisor._watch_server())
+        async with asyncio.timeout(60):
+            await server.runs.wait()
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
     assert server.starts == 3 and sum("no answer within 20 s" in each for each in said) == 2

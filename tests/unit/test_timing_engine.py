@@ -167,6 +167,21 @@ def test_built_in_descriptions_are_plausible(name: str):
     assert hardware.linear.at(3) < hardware.linear.at(5000) < hardware.linear.at(100_000)
 
 
+def test_a_built_in_description_that_was_copied_and_changed_is_told_from_it(tmp_path):
+    name = "h800-qwen3-8b"
+    text = msgspec.json.encode(load(name))
+    mine = tmp_path / "my-gpu.json"
+    mine.write_bytes(text)
+    assert load(str(mine)) == load(name), "a copy is the same"
+    faster = msgspec.json.decode(text)
+    faster["host_s"]["value"] /= 2
+    mine.write_bytes(msgspec.json.encode(faster))
+    assert load(str(mine)).name == "h800-qwen3-8b (changed: my-gpu.json)"
+    mine.write_bytes(msgspec.json.encode({**faster, "name": "mine"}))
+    assert load(str(mine)).name == "mine"
+    assert load(name).name == name
+
+
 def test_a_wrong_description_is_named(tmp_path):
     good = msgspec.to_builtins(HARDWARE)
     for change, word in (

@@ -19,7 +19,8 @@ from messages.runtime_tracker import OperationTimed
 from messages.toggle_manager import TrainerReady, TrainerReleased, TrainerResumed
 from messages.trainer import TrainerRelease, TrainerResume
 from services.toggle_manager.config import Config
-from services.toggle_manager.core import RELAUNCH_MS, ToggleManagerCore
+from services.toggle_manager.core import ToggleManagerCore
+from services.toggle_manager.core_orders import RELAUNCH_MS
 from tests.unit.executing import (
     JOB,
     START_MS,

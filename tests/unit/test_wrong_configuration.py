@@ -16,11 +16,15 @@ from pathlib import Path
 
 import pytest
 
+from messages.ids import Incarnation
 from services.cli import up
 from services.cli.__main__ import main
 from services.cli.demo_jobs import template
 from services.cli.progress import progress
 from services.jobfile import ConfigError, JobFile, load
+from services.node_agent.config import Config as NodeConfig
+from services.node_agent.config import command_line
+from services.supervisor.roster import roster
 
 ROOT = Path(__file__).parents[2]
 NODES = """
@@ -460,11 +464,103 @@ def test_a_service_that_there_is_not_and_options_that_are_missing(
     path = job_file("")
     assert "no service 'nobody'; there are agent" in refused(capsys, "service", "nobody", "-c", path)
     assert "needs --node" in refused(capsys, "service", "node_agent", "-c", path)
-    assert "--node x9: the job file has no such node" in refused(
-        capsys, "service", "node_agent", "-c", path, "--node", "x9"
-    )
     foreign = job_file('[nats]\nembedded = false\nurl = "nats://127.0.0.1:1"\n')
     assert "there is none to run" in refused(capsys, "service", "nats_server", "-c", foreign)
+
+
+FLEET = '[rollout]\nengine = "emulated"\nworkers_per_process = 2\n'
+CLUSTER = '[nats]\ncluster = ["127.0.0.1:4001", "127.0.0.1:4002", "127.0.0.1:4003"]\nreplicas = 3\n'
+GATEWAY = '[gateway]\nbind = "127.0.0.1:0"\ninstances = 2\n'
+ODD_OPTIONS = [
+    ("", "agent --index -1", "--index -1: agent.processes = 1 allows 0"),
+    ("[agent]\nprocesses = 3\n", "agent --index 3", "--index 3: agent.processes = 3 allows from 0 to 2"),
+    (GATEWAY + "[agent]\nprocesses = 0\n", "agent --index 0", "agent.processes = 0 makes no agent in this job"),
+    (GATEWAY + "[agent]\nprocesses = 0\n", "agent", "agent.processes = 0 makes no agent in this job"),
+    (GATEWAY, "router --index 2", "--index 2: gateway.instances = 2 allows from 0 to 1"),
+    ("", "router --index -1", "--index -1: use 0 or more"),
+    (GATEWAY + "[harness]\nprocesses = 2\n", "harness --index 2", "harness.processes = 2 allows from 0 to 1"),
+    (GATEWAY, "harness --index -2", "--index -2: use 0 or more"),
+    (FLEET, "emulated_fleet --index 9", "--index 9: rollout.workers_per_process = 2 allows from 0 to 1"),
+    ("", "emulated_fleet --index 0", "rollout.workers_per_process = 1 makes no emulated_fleet"),
+    ("", "emulated_fleet", "rollout.workers_per_process = 1 makes no emulated_fleet"),
+    (CLUSTER, "nats_server --index 3", "--index 3: nats.cluster, of 3 servers, allows from 0 to 2"),
+    ("", "nats_server --index 1", "--index 1: a job without nats.cluster allows 0"),
+    ("", "rollout_worker --worker nosuch --incarnation 1", "--worker nosuch: not one of the slots"),
+    ("", "rollout_worker --worker r-w2 --incarnation 1", "(r-w0, r-w1, t-w0)"),
+    ("", "rollout_worker --worker t-t0 --incarnation 1", "(r-w0, r-w1, t-w0)"),
+    ("", "rollout_worker --worker r-w0 --incarnation -5", "--incarnation -5: the first process of a slot is 1"),
+    ("", "rollout_worker --worker r-w0 --incarnation 0", "--incarnation 0"),
+    ("", f"rollout_worker --worker r-w0 --incarnation {2**63}", f"at most {2**63 - 1}"),
+    ("", "rollout_worker --worker r-w0", "needs --incarnation"),
+    ("", "trainer --worker r-w0", "--worker r-w0: not one of the slots of service trainer in this job file (t-t0)"),
+    ("", "trainer --worker t-t0 --incarnation 0", "--incarnation 0"),
+    ("", "node_agent --node x9", "--node x9: not one of the nodes of the job file (r, t)"),
+    ("", "orchestrator --index 1", "service orchestrator takes no --index (it takes no option but -c)"),
+    ("", "agent --node r", "service agent takes no --node (it takes --index)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("text", "command", "part"), ODD_OPTIONS, ids=[f"{each[1]} {each[0][:12]}" for each in ODD_OPTIONS]
+)
+def test_options_of_a_service_that_the_job_file_does_not_know(
+    text: str,
+    command: str,
+    part: str,
+    job_file: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def run_service(*_: object, **__: object) -> int:
+        raise AssertionError("nothing is to be started")
+
+    monkeypatch.setattr("services.cli.service.run_service", run_service)
+    name, *options = command.split()
+    assert part in refused(capsys, "service", name, "-c", job_file(text), *options)
+
+
+@pytest.mark.parametrize(
+    ("text", "command"),
+    [
+        ("[agent]\nprocesses = 3\n", "agent --index 2"),
+        ("", "agent"),
+        ("", "router --index 7"),
+        (GATEWAY, "router --index 1"),
+        (GATEWAY, "harness --index 7"),
+        (FLEET, "emulated_fleet --index 1"),
+        (CLUSTER, "nats_server --index 2"),
+        ("", "nats_server --index 0"),
+        ("", "nats_server"),
+        ("", "rollout_worker --worker r-w1 --incarnation 3"),
+        ("", "trainer --worker t-t0 --incarnation 1"),
+        ("", "trainer"),
+        ("", "node_agent --node t"),
+    ],
+)
+def test_options_of_a_service_that_the_job_file_knows(
+    text: str, command: str, job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.cli.service.run_service", lambda *_, **__: 7)
+    name, *options = command.split()
+    assert main(["service", name, "-c", str(job_file(text)), *options]) == 7
+
+
+def test_what_a_supervisor_and_node_agents_start_is_not_refused(
+    job_file: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The whole roster of a job, and each worker slot as its node agent would launch it."""
+    monkeypatch.setattr("services.cli.service.run_service", lambda *_, **__: 7)
+    for text in ("", FLEET, GATEWAY + "[harness]\nprocesses = 2\n", "[agent]\nprocesses = 3\n"):
+        path = job_file(text)
+        job = load(path)
+        for process in roster(job):
+            assert main(["service", process.service, "-c", str(path), *process.arguments]) == 7
+        for node in job.nodes:
+            config = NodeConfig.of(job, node.name, path)
+            for worker in config.workers:
+                service = "trainer" if worker == config.trainer else "rollout_worker"
+                line = command_line(config, service, worker, Incarnation(1))
+                assert main(list(line[line.index("service") :])) == 7
 
 
 @pytest.mark.parametrize("command", ["status", "tap", "check", "events available --node r --gpus 0"])

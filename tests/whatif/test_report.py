@@ -29,7 +29,7 @@ from services.simulator.whatif.report.summary import (
 from services.simulator.whatif.report.svg import Drawing, Scale, amount, from_zero, ticks
 from services.simulator.whatif.report.terminal import print_results
 from services.simulator.whatif.report.write import drawings as all_drawings
-from services.simulator.whatif.report.write import verdict, whole_page, write_report
+from services.simulator.whatif.report.write import inputs_line, verdict, whole_page, write_report
 from services.simulator.whatif.result import Budget, Decided, PolicyResult, Result
 from tests.whatif.made import DECIDED, result
 
@@ -224,6 +224,21 @@ def test_names_from_files_are_text_everywhere(tmp_path: Path) -> None:
     out = StringIO()
     print_results([nasty], console=Console(file=out, width=200))
     assert NASTY in out.getvalue()
+
+
+def test_files_called_as_a_built_in_input_are_told_from_it() -> None:
+    mine = msgspec.structs.replace(
+        result(),
+        trace="/home/me/bamboo-segment1",
+        workload="./swebench-mini",
+        hardware="h800-qwen3-8b (changed: my.json)",
+    )
+    assert (
+        "trace bamboo-segment1 (a file), workload swebench-mini (a file), hardware h800-qwen3-8b (changed: my.json)"
+        in (inputs_line([mine]))
+    )
+    assert "trace bamboo-segment1, workload swebench-mini, hardware h800-qwen3-8b," in inputs_line([result()])
+    assert "a file" not in inputs_line([msgspec.structs.replace(result(), trace="/home/me/spot.csv")])
 
 
 def test_a_page_without_steps_spans_or_decisions() -> None:

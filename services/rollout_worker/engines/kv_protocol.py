@@ -18,6 +18,8 @@ from typing import Final, Generic, TypeVar
 
 import msgspec
 
+from messages.envelope import Finite
+
 LENGTHS: Final = struct.Struct(">II")
 MOST_HEADER: Final = 1 << 16
 MOST_BODY: Final = 64 << 20
@@ -52,7 +54,7 @@ class First(msgspec.Struct, frozen=True, kw_only=True, tag="first"):
     """prefill -> decode, the end: all KV is sent, and this is the token that follows the context."""
 
     token: int
-    logprob: float
+    logprob: Finite
     cached: int  # leading tokens the sender had not to compute
 
 

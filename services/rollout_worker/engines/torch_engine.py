@@ -24,7 +24,6 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Mapping
 from typing import Any, Final, TypeVar
 
-import numpy as np
 import psutil
 import torch
 from torch import Tensor
@@ -36,7 +35,7 @@ from services.models.files import apply_weights
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.batching import Batcher, Reply
 from services.rollout_worker.engines.ends import end_of, finish_of
-from services.rollout_worker.engines.kv_cache import BLOCK, TRASH, BlockPool, KvCache, PagedAttention
+from services.rollout_worker.engines.kv_cache import BLOCK, BlockPool, KvCache
 from services.rollout_worker.engines.kv_protocol import (
     SEND_BODY,
     First,
@@ -46,7 +45,14 @@ from services.rollout_worker.engines.kv_protocol import (
     digest,
 )
 from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
-from services.rollout_worker.engines.sampling import sample, tensor_of
+from services.rollout_worker.engines.sampling import sample
+from services.rollout_worker.engines.torch_forward import (
+    Inputs,
+    decode_inputs,
+    forward,
+    prefill_inputs,
+    slots_of,
+)
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
 FLUSH_TOKENS: Final = 32
@@ -468,25 +474,10 @@ class TorchEngine:
 
     def _prefill(self, chunk: list[tuple[Reply, int]]) -> tuple[Tensor, list[Reply]]:
         """Compute chunks of contexts; logits of those now complete [N,V], and which they are."""
-        longest = max(count for _, count in chunk)
-        shape = (len(chunk), longest)
-        tokens, positions = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        slots = np.full(shape, TRASH, dtype=np.int64)
-        tables = self._tables([reply for reply, _ in chunk], [reply.computed + count for reply, count in chunk])
-        complete: list[Reply] = []
-        rows: list[int] = []
-        for row, (reply, count) in enumerate(chunk):
-            start = reply.computed
-            tokens[row, :count] = reply.tokens[start : start + count]
-            places = np.arange(start, start + count)
-            positions[row, :count] = places
-            slots[row, :count] = tables[row, places // BLOCK] * BLOCK + places % BLOCK
-            if start + count == len(reply.tokens):
-                complete.append(reply)
-                rows.append(row * longest + count - 1)
+        inputs, complete = prefill_inputs(chunk)
         for reply, _ in chunk:
             self._send_pages(reply)  # what the cache had; it travels while the rest is computed
-        logits = self._forward(tokens, positions, slots, tables, np.array(rows, dtype=np.int64))
+        logits = self._forward(inputs)
         for reply, count in chunk:
             self._batcher.advance(reply, count)
             self._send_pages(reply)
@@ -494,35 +485,14 @@ class TorchEngine:
 
     def _decode(self, batch: list[Reply]) -> Tensor:
         """Compute the last token of each context; logits of the next one [N,V]."""
-        tokens = np.array([[reply.tokens[-1]] for reply in batch], dtype=np.int64)
-        places = np.array([reply.computed for reply in batch], dtype=np.int64)
-        tables = self._tables(batch, [reply.computed + 1 for reply in batch])
-        slots = tables[np.arange(len(batch)), places // BLOCK] * BLOCK + places % BLOCK
-        logits = self._forward(tokens, places[:, None], slots, tables, None)
+        logits = self._forward(decode_inputs(batch))
         for reply in batch:
             self._batcher.advance(reply, 1)
         return logits
 
-    @staticmethod
-    def _tables(replies: list[Reply], lengths: list[int]) -> np.ndarray[Any, Any]:
-        width = -(-max(lengths) // BLOCK)
-        tables = np.full((len(replies), width), TRASH, dtype=np.int64)
-        for row, (reply, length) in enumerate(zip(replies, lengths, strict=True)):
-            used = -(-length // BLOCK)
-            tables[row, :used] = reply.blocks[:used]
-        return tables
-
-    def _forward(self, tokens: Any, positions: Any, slots: Any, tables: Any, rows: Any) -> Tensor:
-        """The arithmetic, on arrays of the host."""
+    def _forward(self, inputs: Inputs) -> Tensor:
         assert self._model is not None and self._cache is not None
-        device = self._device
-        places = tensor_of(positions).to(device)
-        attend = PagedAttention(
-            self._cache, tensor_of(slots).reshape(-1).to(device), tensor_of(tables).to(device), places
-        )
-        wanted = None if rows is None else tensor_of(rows).to(device)
-        logits = self._model(tensor_of(tokens).to(device), positions=places, attend=attend, rows=wanted)
-        return logits[:, 0] if rows is None else logits
+        return forward(self._model, self._cache, self._device, inputs)
 
     def _emit(self, replies: list[Reply], logits: Tensor) -> None:
         """Draw and record each reply's next token; end those that are finished."""
@@ -617,9 +587,7 @@ class TorchEngine:
         self._batcher.end(reply)
 
     def _slots(self, reply: Reply, pages: Pages) -> Tensor:
-        places = np.arange(pages.start, pages.start + pages.count)
-        slots = np.array(reply.blocks, dtype=np.int64)[places // BLOCK] * BLOCK + places % BLOCK
-        return tensor_of(slots).to(self._device)
+        return slots_of(reply, pages.start, pages.count).to(self._device)
 
     def _ask_for_arrivals(self) -> None:
         """Fetch the KV of what a decode engine has just admitted."""

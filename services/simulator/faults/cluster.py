@@ -32,13 +32,9 @@ from collections.abc import Callable, Coroutine, Generator
 from contextlib import contextmanager
 from typing import Any, Final, cast
 
-import msgspec
-
-from messages.decision_engine import BudgetChanged
 from messages.elastic_scheduler import GpuAvailable, GpuReclaimed, TrainingFinished
 from messages.envelope import Message, encode
-from messages.ids import DecisionId, Incarnation, Mode, NodeId, RoleGeneration, WorkerId, Zone
-from messages.orchestrator import TargetConfiguration
+from messages.ids import Incarnation, NodeId, RoleGeneration, WorkerId, Zone
 from messages.rollout_worker import Generate
 from messages.subjects import stream, subject_of, telemetry_subject
 from pearl_state.model import Pair, RoleTable, Row
@@ -82,7 +78,6 @@ from services.router.config import Config as RouterConfig
 from services.router.core import RouterCore
 from services.router.service import Router
 from services.runtime.bus import BusError
-from services.runtime.core import Effects, Input, Send
 from services.runtime.host import CoreHost, TakenOver
 from services.runtime.log import diverted
 from services.runtime_tracker.config import Config as TrackerConfig
@@ -107,6 +102,7 @@ from services.simulator.faults.record import (
 )
 from services.simulator.faults.tables import is_settled, roles_of
 from services.simulator.faults.trainer import Disk, Group, NoMetrics, build
+from services.simulator.faults.wish import Wish, WishCore
 from services.snapshot import SnapshotError
 from services.toggle_manager.config import Config as ToggleConfig
 from services.toggle_manager.core import ToggleManagerCore
@@ -198,64 +194,6 @@ class Actor:
         self.process: Process | None = None
         self.wanted = True  # it is started again when it ends
         self.shell: Any = None  # what runs within, for onlookers
-
-
-class Wish(msgspec.Struct, frozen=True):
-    """What a scripted decision engine decides on a budget. Counts are cut to the workers there are, colocated ones last."""
-
-    borrow: bool = False
-    prefill: int = 0
-    decode: int = 0
-
-
-class WishState(msgspec.Struct, frozen=True, kw_only=True):
-    """The newest budget and wish, and how many decisions were made."""
-
-    budget: BudgetChanged | None = None
-    wish: Wish = Wish()
-    decisions: int = 0
-
-
-class WishCore:
-    """A decision engine that does as it is told."""
-
-    name = "decision_engine"
-    inputs: tuple[type[Message], ...] = (BudgetChanged,)
-    state_type = WishState
-
-    def initial(self) -> WishState:
-        return WishState()
-
-    def step(self, state: WishState, event: Input) -> tuple[WishState, Effects]:
-        match event.message:
-            case BudgetChanged() as budget if state.budget is None or budget.budget_id > state.budget.budget_id:
-                state = msgspec.structs.replace(state, budget=budget)
-            case Wish() as wish:
-                state = msgspec.structs.replace(state, wish=wish)
-            case _:
-                return state, ()
-        budget, wish = state.budget, state.wish
-        if budget is None:
-            return state, ()
-        borrow = wish.borrow and bool(budget.overlap)
-        usable = (*budget.dedicated, *(budget.overlap if borrow else ()))
-        disaggregated = wish.prefill > 0 and wish.decode > 0 and wish.prefill + wish.decode <= len(usable)
-        prefill = wish.prefill if disaggregated else 0
-        colocated = 0 if disaggregated else len(usable)
-        state = msgspec.structs.replace(state, decisions=state.decisions + 1)
-        target = TargetConfiguration(
-            decision_id=DecisionId(f"d{state.decisions}"),
-            budget_id=budget.budget_id,
-            mode=Mode.DISAGGREGATED if disaggregated else Mode.COLOCATED if colocated else Mode.PAUSED,
-            prefill=prefill,
-            decode=len(usable) - prefill if disaggregated else 0,
-            colocated=colocated,
-            borrow=borrow,
-            usable=usable,
-            leaving=budget.leaving,
-            training_batch=budget.training_batch,
-        )
-        return state, (Send(target),)
 
 
 class WatchedWorkerCore(RolloutWorkerCore):

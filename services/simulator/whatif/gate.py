@@ -18,14 +18,15 @@ import msgspec
 from messages.monitor import Observed
 from services.decision_engine import makespan, predict
 from services.decision_engine.predict_evidence import Evidence, Limits
-from services.decision_engine.stakes import MARGIN
+from services.decision_engine.stakes import BORROW_MARGIN
 from services.simulator.whatif import selection
 from services.simulator.whatif.judge import Change, Judge, Measured, Workers
 from services.simulator.whatif.selection import Setting, counts_of
 
 DIFFER: Final = 0.02
 """Of the batch's time: a window whose options differ by less is a tie."""
-DRAWS: Final = 3
+DRAWS: Final = 8
+"""Batches over which hindsight runs both ways: over three, which of two options that differ by little is better is luck."""
 OBSERVED: Final = 2
 COST_ERROR: Final = 0.10
 
@@ -120,7 +121,7 @@ def judge_window(window: Window, seed: int) -> Verdict:
     extra = counts_of(window.borrowed)
     together = (alone[0] + extra[0], alone[1] + extra[1], alone[2] + extra[2])
     saved_s = predict.saved_s(profile, alone, together, window.remaining, activate_s, evidence)
-    chance_s = MARGIN * predict.predicted_s(profile, alone, evidence)
+    chance_s = BORROW_MARGIN * predict.predicted_s(profile, alone, evidence)
     alone_s, together_s = (
         makespan.colocated_makespan_s(profile, counts[2])
         if counts[2]

@@ -17,9 +17,10 @@ import msgspec
 
 from messages.decision_engine import WorkloadProfile
 from messages.ids import Mode
-from messages.monitor import Observed
+from messages.monitor import Averaged, Observed
 from services.decision_engine import makespan, predict
 from services.decision_engine.choose import Policy, Replays, Running, choose, scaled
+from services.decision_engine.predict_average import kept
 from services.decision_engine.predict_evidence import Evidence, Limits, decode_context
 from services.decision_engine.stakes import Stakes
 from services.environments.workload import Workload
@@ -280,12 +281,17 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
     running = Workers(0, 0, setting.workers)
     last: tuple[Workers, Measured] | None = None
     first: Measured | None = None  # the last colocated batch
+    averages: tuple[Averaged, ...] = ()
     limits = Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
     for step in range(OBSERVED_STEPS + 1):
         if last is not None:
-            profile = profile_of(setting, batches, last, errors, first)
+            profile = msgspec.structs.replace(profile_of(setting, batches, last, errors, first), train_step=step)
             evidence = Evidence(
-                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(last[0])
+                sample=profile.sample,
+                observed=tuple(observed),
+                limits=limits,
+                measured_on=counts_of(last[0]),
+                averages=averages,
             )
             # As the decision engine weighs it, but for what a change costs: the incumbent stays unless another wins a margin.
             by = Replays(profile, Policy(), evidence, Stakes(role_s=0.0))
@@ -296,6 +302,7 @@ def evaluate(setting: Setting, seed: int, table: Table | None = None) -> Outcome
                 colocated=running.colocated,
             )
             choice = choose(profile, setting.workers, now, Policy(), by)
+            averages = kept(averages, choice.candidates, step)
             running = Workers(choice.chosen.prefill, choice.chosen.decode, choice.chosen.colocated)
             if not probed and step < OBSERVED_STEPS:
                 probe = predict.probe(choice.candidates, observed, LEAST_PROBE_COST)

@@ -31,7 +31,8 @@ from services.elastic_scheduler.config import Config as ElasticConfig
 from services.elastic_scheduler.core import ElasticSchedulerCore
 from services.jobfile import JobFile, rollout_slots
 from services.orchestrator.config import Config as OrchestratorConfig
-from services.orchestrator.core import RECLAIMED, OrchestratorCore
+from services.orchestrator.core import OrchestratorCore
+from services.orchestrator.core_facts import RECLAIMED
 from services.pipeline_scheduler.config import Config as PipelineConfig
 from services.pipeline_scheduler.core import PipelineSchedulerCore
 from services.preemption_feed.schedule import schedule

@@ -8,7 +8,13 @@ from typing import Final
 
 import msgspec
 
+from services.environments import workload
+from services.preemption_feed import traces
 from services.simulator.whatif.result import Decided, PolicyResult, Result
+from services.timing import hardware
+
+BUILT_IN: Final = frozenset((*traces.BUILT_IN, *workload.BUILT_IN, *hardware.BUILT_IN))
+"""Names of inputs that are no files."""
 
 _T95: Final = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
 """Student's t for 95 %, two-sided, by degrees of freedom from 1 on."""
@@ -115,8 +121,9 @@ def intervals(results: Sequence[Result], reference: str = "") -> dict[str, objec
 
 
 def base_name(name: str) -> str:
-    """A file's name without its folder: reports are passed on."""
-    return name.replace("\\", "/").rsplit("/", 1)[-1]
+    """A file's name without its folder: reports are passed on. One that is called as a built-in input is, is told from it."""
+    base = name.replace("\\", "/").rsplit("/", 1)[-1]
+    return f"{base} (a file)" if base != name and base in BUILT_IN else base
 
 
 def reference_of(result: Result, wanted: str = "") -> str:

@@ -1,0 +1,63 @@
+"""What the samples of several profiles say together about how ratios compare with colocation. Pure.
+
+A sample of 64 trajectories is often little more than one batch, and its few longest trajectories move two modes' predictions by
+5 to 10 % against each other. So what earlier samples predicted is averaged in: not seconds, which follow the workload, but each ratio's
+over colocation's. Costs no replay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from messages.monitor import Averaged, Candidate
+
+KEEP: Final = 0.8
+"""Weight of what was known, for each newer profile: workloads drift."""
+MOST_KEPT: Final = 4
+"""Numbers of workers of which averages are kept, the newest."""
+
+
+def averaged(earlier: Sequence[Averaged], workers: int, train_step: int, logs: Mapping[int, float]) -> Averaged:
+    """Averages for `workers` workers after the sample of `train_step`, which predicts `logs`: by number of prefill workers, the logarithm
+    of the makespan over colocation's.
+
+    A number of workers that was never asked about has no average of its own; this sample's luck, where another number's average
+    tells it, is much the same there.
+    """
+    own = next((each for each in earlier if each.workers == workers), None)
+    if own is None:
+        other = next((each for each in reversed(earlier) if each.train_step == train_step), None)
+        weight, shift = (other.weight, other.shift) if other is not None else (1.0, 0.0)
+        return Averaged(workers, train_step, weight, shift, {prefill: log + shift for prefill, log in logs.items()})
+    if own.train_step == train_step:  # this sample is in it
+        return _with(own, {**{prefill: log + own.shift for prefill, log in logs.items()}, **own.logs})
+    before = own.weight * KEEP ** max(1, train_step - own.train_step)
+    both = {
+        prefill: (before * own.logs[prefill] + log) / (before + 1)
+        for prefill, log in logs.items()
+        if prefill in own.logs
+    }
+    shift = sum(log - logs[prefill] for prefill, log in both.items()) / len(both) if both else 0.0
+    found = {prefill: both.get(prefill, log + shift) for prefill, log in logs.items()}
+    return Averaged(workers, train_step, before + 1, shift, found)
+
+
+def kept(earlier: Sequence[Averaged], options: Sequence[Candidate], train_step: int) -> tuple[Averaged, ...]:
+    """What to remember after a decision among these options: all of equally many workers."""
+    alone = next((each for each in options if each.colocated and each.method == "replay" and each.base_s), None)
+    if alone is None:
+        return tuple(earlier)
+    logs = logs_of(alone.base_s or 0.0, {each.prefill: each.base_s or 0.0 for each in options if each.prefill})
+    newest = averaged(earlier, alone.colocated, train_step, logs)
+    return (*(each for each in earlier if each.workers != newest.workers), newest)[-MOST_KEPT:]
+
+
+def logs_of(alone_s: float, split_s: Mapping[int, float]) -> dict[int, float]:
+    """By number of prefill workers: the logarithm of the makespan over colocation's. None of what takes no time."""
+    return {prefill: math.log(took_s / alone_s) for prefill, took_s in split_s.items() if took_s > 0 and alone_s > 0}
+
+
+def _with(average: Averaged, logs: Mapping[int, float]) -> Averaged:
+    return Averaged(average.workers, average.train_step, average.weight, average.shift, dict(logs))
