@@ -10,7 +10,8 @@ import msgspec
 import pytest
 
 from messages.agent import NotNow
-from services.edge.request import FEW
+from messages.ids import PolicyVersion, RequestId, TrajectoryId
+from services.edge.request import FEW, Interruption, RequestEdge, RequestSpec
 from services.router.gateway.config import Config
 from services.router.gateway.generation import HOLD_MS
 from services.router.gateway.openapi import ENDPOINTS
@@ -77,7 +78,13 @@ async def test_stop_strings_end_a_reply_at_the_same_token_however_it_comes() -> 
 
 
 async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
-    scripts = (["cut:4", "refuse", "die:2", "lose", "cut:0"], ["lose"], ["cut:13", "cut:1"], ["refuse", "refuse"])
+    scripts = (
+        ["cut:4", "refuse", "die:2", "lose", "cut:0"],
+        ["lose"],
+        ["cut:13", "cut:1"],
+        ["refuse", "refuse"],
+        ["cut:4", "not_now", "refuse", "not_now"],
+    )
     async with World(silence_ms=60) as world:
         for stream in (False, True):
             for script in scripts:
@@ -93,6 +100,42 @@ async def test_what_becomes_of_its_workers_shows_in_nothing() -> None:
         assert report.regenerated == 0 and report.ok, report.violations
         assert world.gateway.metrics.interruptions >= 10
         assert world.cluster.ended == world.cluster.assigned, "the router is told of every end, once"
+
+
+async def test_the_router_is_told_of_the_end_of_placements_that_the_table_forbids() -> None:
+    async with World(queue_s=0.05) as world:
+        world.table.write(3, serving=False)
+        await world.post("/v1/chat/completions", chat("Hi"), status=503)
+        assert world.cluster.assigned and not world.cluster.generates
+        assert world.cluster.ended == world.cluster.assigned
+
+
+async def test_an_abort_after_the_last_token_changes_nothing() -> None:
+    async with World() as world:
+        whole = said("Hello, world!")
+        edge = RequestEdge(world.broker.connect(), "demo", "e", silence_ms=60_000, ask_router=world.cluster.assign)
+        await edge.start()
+        journalled: list[Interruption] = []
+
+        async def journal(interruption: Interruption) -> None:
+            journalled.append(interruption)
+            assert len(journalled) == 1 and edge.abort(interruption.request), "it is still known"
+
+        world.cluster.script.append(f"cut:{len(whole)}")
+        spec = RequestSpec(
+            request=RequestId("r"),
+            session=TrajectoryId("s"),
+            prompt=[1],
+            max_new_tokens=50,
+            temperature=1.0,
+            seed=1,
+            stop_ids=whole[-1:],
+            min_version=PolicyVersion(0),
+        )
+        reply = await edge.generate(spec, journal)
+        assert (reply.finish, reply.tokens, len(journalled)) == ("stop", whole, 1)
+        assert not edge.abort("r")
+        await edge.stop()
 
 
 async def test_tools_go_through_the_template_and_calls_come_back() -> None:

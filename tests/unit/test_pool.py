@@ -15,6 +15,7 @@ from services.simulator.faults import run
 PROGRAM = """
 import signal, sys, threading
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # whoever started the tests with `nohup` made their processes ignore it
+signal.signal(signal.SIGINT, signal.default_int_handler)  # and a shell's `&` this one
 from services.runtime.pool import worker_pool
 
 def never(number):
@@ -62,8 +63,12 @@ def test_a_block_that_ends_well_waits_for_what_it_submitted() -> None:
 
 
 def test_a_terminals_ctrl_c_leaves_the_decision_to_the_parent() -> None:
-    with worker_pool(1) as workers:
-        assert workers.submit(signal.getsignal, signal.SIGINT).result(timeout=60) == signal.SIG_IGN
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever the tests were started with
+    try:
+        with worker_pool(1) as workers:
+            assert workers.submit(signal.getsignal, signal.SIGINT).result(timeout=60) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_machine_with_many_cores_may_use_them(monkeypatch: pytest.MonkeyPatch) -> None:
