@@ -124,24 +124,28 @@ def candidates(
         if counts is not None:
             replayed[counts] = _replayed_s(key, *counts)
     # What the queueing network misses is much the same for neighbouring ratios: it is learned from those that were replayed.
-    missed = _missed({c: replayed[c] / options[c] for c in replayed if c[0] and options[c] > 0}, replayed, split)
-    found = {counts: options[counts] * missed[counts] for counts in sorted(split)}
-    logs = logs_of(replayed[alone], {counts[0]: found[counts] for counts in found})
+    ratios = {counts: replayed[counts] / options[counts] for counts in replayed if counts[0] and options[counts] > 0}
+    missed = _missed(ratios, replayed, split)
+    bases_s = {counts: options[counts] * missed[counts] for counts in sorted(split)}
+    moved = _moved(profile, evidence, replayed[alone], bases_s)
+    found = [_candidate(alone, replayed[alone], "replay", learned)]
+    for counts, base_s in bases_s.items():
+        method = "replay" if counts in replayed else "queueing"
+        found.append(_candidate(counts, base_s, method, learned, moved.get(counts, 1.0)))
+    return (*found, *_impossible(workers, impossible))
+
+
+def _moved(
+    profile: WorkloadProfile, evidence: Evidence, alone_s: float, split_s: Mapping[Counts, float]
+) -> dict[Counts, float]:
+    """What ratios' predictions are multiplied by: earlier samples are averaged in, the luck of the best one is taken off. `alone_s`:
+    colocation's, of as many workers. A ratio that takes no time is left out."""
+    workers = sum(next(iter(split_s), (0, 0, 0)))
+    logs = logs_of(alone_s, {counts[0]: took_s for counts, took_s in split_s.items()})
     average = averaged(evidence.averages, workers, profile.train_step, logs).logs
-    return (
-        _candidate(alone, replayed[alone], "replay", learned),
-        *(
-            _candidate(
-                counts,
-                base_s,
-                "replay" if counts in replayed else "queueing",
-                learned,
-                math.exp(LUCKIEST + average.get(counts[0], 0.0) - logs.get(counts[0], 0.0)),
-            )
-            for counts, base_s in found.items()
-        ),
-        *_impossible(workers, impossible),
-    )
+    return {
+        counts: math.exp(LUCKIEST + average[counts[0]] - logs[counts[0]]) for counts in split_s if counts[0] in logs
+    }
 
 
 def _missed(
@@ -194,10 +198,8 @@ def least(profile: WorkloadProfile, choices: Sequence[Counts], evidence: Evidenc
     base_s = _replayed_s(key, *counts)
     if counts[2]:
         return _candidate(counts, base_s, "replay", learned)
-    logs = logs_of(_replayed_s(key, 0, 0, sum(counts)), {counts[0]: base_s})
-    average = averaged(evidence.averages, sum(counts), profile.train_step, logs).logs
-    moved = math.exp(LUCKIEST + average.get(counts[0], 0.0) - logs.get(counts[0], 0.0))
-    return _candidate(counts, base_s, "replay", learned, moved)
+    moved = _moved(profile, evidence, _replayed_s(key, 0, 0, sum(counts)), {counts: base_s})
+    return _candidate(counts, base_s, "replay", learned, moved.get(counts, 1.0))
 
 
 def saved_s(

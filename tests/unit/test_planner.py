@@ -222,6 +222,16 @@ def test_a_ratio_that_the_network_misjudges_says_nothing_of_the_others(monkeypat
     assert found[2, 6, 0] == pytest.approx(65.0, rel=0.02)
 
 
+def test_no_time_at_all_is_predicted_and_not_divided_by() -> None:
+    """A workload of which nothing takes any time: every configuration is as good."""
+    nothing = msgspec.structs.replace(
+        PROFILE, A_s=0.0, b_s=0.0, t_prefill_s=0.0, kv_bytes_per_token=0.0, T_env_s=0.0, T_over_s=0.0
+    )
+    sample = tuple(tuple(0 if at % 3 == 2 else value for at, value in enumerate(each)) for each in SAMPLE)
+    options = predict.candidates(nothing, 4, msgspec.structs.replace(EVIDENCE, sample=sample))
+    assert len(options) == 4 and all(each.feasible and 0 <= (each.makespan_s or 0.0) < 1e-6 for each in options)
+
+
 # ---- several samples ----
 
 
