@@ -40,7 +40,7 @@ class Averaged(msgspec.Struct, frozen=True):
     train_step: int
     weight: float  # samples in it: older ones count less
     shift: float  # by how much, on average, the newest sample's logarithms were moved
-    logs: dict[int, float]  # by number of prefill workers: the logarithm of the predicted makespan over colocation's
+    logs: tuple[tuple[int, float], ...]  # (prefill workers, logarithm of the predicted makespan over colocation's), ascending
 
 
 class Incumbent(msgspec.Struct, frozen=True):

@@ -142,7 +142,7 @@ def _moved(
     colocation's, of as many workers. A ratio that takes no time is left out."""
     workers = sum(next(iter(split_s), (0, 0, 0)))
     logs = logs_of(alone_s, {counts[0]: took_s for counts, took_s in split_s.items()})
-    average = averaged(evidence.averages, workers, profile.train_step, logs).logs
+    average = dict(averaged(evidence.averages, workers, profile.train_step, logs).logs)
     return {
         counts: math.exp(LUCKIEST + average[counts[0]] - logs[counts[0]]) for counts in split_s if counts[0] in logs
     }

@@ -11,6 +11,8 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+import msgspec
+
 from messages.monitor import Averaged, Candidate
 
 KEEP: Final = 0.8
@@ -30,18 +32,19 @@ def averaged(earlier: Sequence[Averaged], workers: int, train_step: int, logs: M
     if own is None:
         other = next((each for each in reversed(earlier) if each.train_step == train_step), None)
         weight, shift = (other.weight, other.shift) if other is not None else (1.0, 0.0)
-        return Averaged(workers, train_step, weight, shift, {prefill: log + shift for prefill, log in logs.items()})
+        found = {prefill: log + shift for prefill, log in logs.items()}
+        return Averaged(workers, train_step, weight, shift, _pairs(found))
+    known = dict(own.logs)
     if own.train_step == train_step:  # this sample is in it
-        return _with(own, {**{prefill: log + own.shift for prefill, log in logs.items()}, **own.logs})
+        found = {prefill: known.get(prefill, log + own.shift) for prefill, log in logs.items()}
+        return msgspec.structs.replace(own, logs=_pairs({**known, **found}))
     before = own.weight * KEEP ** max(1, train_step - own.train_step)
     both = {
-        prefill: (before * own.logs[prefill] + log) / (before + 1)
-        for prefill, log in logs.items()
-        if prefill in own.logs
+        prefill: (before * known[prefill] + log) / (before + 1) for prefill, log in logs.items() if prefill in known
     }
     shift = sum(log - logs[prefill] for prefill, log in both.items()) / len(both) if both else 0.0
     found = {prefill: both.get(prefill, log + shift) for prefill, log in logs.items()}
-    return Averaged(workers, train_step, before + 1, shift, found)
+    return Averaged(workers, train_step, before + 1, shift, _pairs(found))
 
 
 def kept(earlier: Sequence[Averaged], options: Sequence[Candidate], train_step: int) -> tuple[Averaged, ...]:
@@ -59,5 +62,5 @@ def logs_of(alone_s: float, split_s: Mapping[int, float]) -> dict[int, float]:
     return {prefill: math.log(took_s / alone_s) for prefill, took_s in split_s.items() if took_s > 0 and alone_s > 0}
 
 
-def _with(average: Averaged, logs: Mapping[int, float]) -> Averaged:
-    return Averaged(average.workers, average.train_step, average.weight, average.shift, dict(logs))
+def _pairs(logs: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
+    return tuple(sorted(logs.items()))

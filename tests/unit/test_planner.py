@@ -238,40 +238,40 @@ def test_no_time_at_all_is_predicted_and_not_divided_by() -> None:
 def test_one_sample_s_luck_is_averaged_out() -> None:
     logs = {1: 0.2, 2: 0.05}
     first = averaged((), 8, 1, logs)
-    assert (first.logs, first.weight, first.shift) == (logs, 1.0, 0.0)
+    assert (dict(first.logs), first.weight, first.shift) == (logs, 1.0, 0.0)
     second = averaged((first,), 8, 2, {1: 0.0, 2: -0.15})
     assert second.weight == pytest.approx(1 + 0.8)
-    assert second.logs == pytest.approx({1: 0.8 * 0.2 / 1.8, 2: (0.8 * 0.05 - 0.15) / 1.8})
+    assert dict(second.logs) == pytest.approx({1: 0.8 * 0.2 / 1.8, 2: (0.8 * 0.05 - 0.15) / 1.8})
     assert second.shift == pytest.approx(0.8 * 0.2 / 1.8)
     # A ratio that was not listed before is moved as the others are; one that is not listed now is forgotten.
-    third = averaged((first,), 8, 2, {2: -0.15, 3: -0.1})
-    assert third.logs[3] == pytest.approx(-0.1 + third.logs[2] + 0.15) and 1 not in third.logs
+    third = dict(averaged((first,), 8, 2, {2: -0.15, 3: -0.1}).logs)
+    assert third[3] == pytest.approx(-0.1 + third[2] + 0.15) and 1 not in third
 
 
 def test_a_sample_counts_once_however_often_it_is_asked() -> None:
     first = averaged((), 8, 1, {1: 0.2})
     second = averaged((first,), 8, 2, {1: 0.0})
     assert averaged((second,), 8, 2, {1: 0.0}) == second
-    assert averaged((second,), 8, 2, {1: 0.0, 2: 0.1}).logs[2] == pytest.approx(0.1 + second.shift)
+    assert dict(averaged((second,), 8, 2, {1: 0.0, 2: 0.1}).logs)[2] == pytest.approx(0.1 + second.shift)
 
 
 def test_old_samples_are_forgotten() -> None:
     first = averaged((), 8, 1, {1: 0.2})
-    assert averaged((first,), 8, 40, {1: 0.0}).logs[1] == pytest.approx(0.0, abs=1e-4)
+    assert dict(averaged((first,), 8, 40, {1: 0.0}).logs)[1] == pytest.approx(0.0, abs=1e-4)
 
 
 def test_a_sample_s_luck_is_known_at_another_number_of_workers() -> None:
     here = averaged((averaged((), 8, 1, {1: 0.2}),), 8, 2, {1: 0.0})
     there = averaged((here,), 6, 2, {1: -0.1, 2: 0.0})
-    assert there.logs == pytest.approx({1: -0.1 + here.shift, 2: here.shift}) and there.weight == here.weight
-    assert averaged((here,), 6, 3, {1: -0.1}).logs == {1: -0.1}, "nothing is known of a newer sample"
+    assert dict(there.logs) == pytest.approx({1: -0.1 + here.shift, 2: here.shift}) and there.weight == here.weight
+    assert averaged((here,), 6, 3, {1: -0.1}).logs == ((1, -0.1),), "nothing is known of a newer sample"
 
 
 def test_averages_are_of_what_was_replayed_and_few() -> None:
     options = predict.candidates(PROFILE, 8, EVIDENCE)
     (found,) = kept((), options, 0)
-    assert found.workers == 8 and set(found.logs) == set(range(1, 8))
-    assert found.logs[3] == pytest.approx(math.log((options[3].base_s or 0.0) / (options[0].base_s or 1.0)))
+    assert found.workers == 8 and set(dict(found.logs)) == set(range(1, 8))
+    assert dict(found.logs)[3] == pytest.approx(math.log((options[3].base_s or 0.0) / (options[0].base_s or 1.0)))
     quick = predict.candidates(PROFILE, 8, msgspec.structs.replace(EVIDENCE, quick=True))
     assert kept((found,), quick, 1) == (found,)
     many = (found,)
@@ -286,7 +286,7 @@ def test_what_earlier_samples_predicted_moves_a_prediction_and_the_incumbent_s_a
     for prefill in (2, 3):
         assert plain[prefill].makespan_s == pytest.approx((plain[prefill].base_s or 0.0) * math.exp(predict.LUCKIEST))
     (now,) = kept((), tuple(plain.values()), -1)
-    slower = msgspec.structs.replace(now, logs={prefill: log + 0.18 for prefill, log in now.logs.items()})
+    slower = msgspec.structs.replace(now, logs=tuple((prefill, log + 0.18) for prefill, log in now.logs))
     taught = msgspec.structs.replace(EVIDENCE, averages=(slower,))
     moved = {each.prefill: each for each in predict.candidates(PROFILE, 8, taught)}
     by = math.exp(0.18 * 0.8 / 1.8)
