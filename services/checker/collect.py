@@ -54,8 +54,8 @@ async def check(bus: Bus, job: JobFile) -> Report:
 
     async def events(kind: type[M]) -> dict[int, M]:
         found = [found async for found in _messages(bus, name, ev, event_subject(name, kind), strays, kind)]
-        strays.extend(f"{ev} {seq}: refused" for seq, _ in found if seq in refused)
-        return {seq: message for seq, message in found if seq not in refused}
+        strays.extend(f"{ev} {each.seq}: refused" for each, _ in found if each.seq in refused)
+        return {each.seq: message for each, message in found if each.seq not in refused}
 
     rewound = await events(StoreRewound)
     batches, steps, ends = await events(BatchReady), await events(StepFinished), await events(TrajectoryCompleted)
@@ -67,8 +67,8 @@ async def check(bus: Bus, job: JobFile) -> Report:
         left = [step.batch for seq, step in steps.items() if seq >= oldest.seq]
         whole_from = min(left) + 1 + job.pipeline.staleness if left else sys.maxsize
     journal = [
-        Journalled(seq, record)
-        async for seq, record in _messages(
+        Journalled(each.seq, record, each.at_ms)
+        async for each, record in _messages(
             bus, name, kept, f"pearl.{name}.journal.*", strays, TurnFinished, RequestInterrupted
         )
     ]
@@ -85,6 +85,8 @@ async def check(bus: Bus, job: JobFile) -> Report:
             staleness=job.pipeline.staleness,
             journal_from=journal_from,
             whole_from=whole_from,
+            events_gone=0 if oldest is None else oldest.seq - 1,
+            events_from_ms=0 if oldest is None else oldest.at_ms,
             rewound=len(rewound),
             attempts_logged=files > 0,
         ),
@@ -162,9 +164,9 @@ async def refused_events(bus: Bus, name: str, receiver: str = "*") -> set[int]:
 
 async def _messages(
     bus: Bus, name: str, stream_name: str, subject: str, strays: list[str], *kinds: type[M]
-) -> AsyncIterator[tuple[int, M]]:
+) -> AsyncIterator[tuple[Delivery, M]]:
     async for delivery in bus.read(stream_name, subject):
         try:
-            yield delivery.seq, decode_on(name, delivery.subject, delivery.data, *kinds)
+            yield delivery, decode_on(name, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage as error:
             strays.append(f"{stream_name} {delivery.seq} on {delivery.subject}: {error.reason}")

@@ -495,6 +495,29 @@ async def test_what_is_left_of_trimmed_events_is_checked_all_the_same(tmp_path):
     assert report.unseen == 2, "the two ends of batch 0 that were trimmed"
 
 
+async def test_no_more_ends_are_unseen_than_events_were_trimmed(tmp_path):
+    """Batch 1 may have begun before the oldest event that is left; but one event is gone, and it misses four ends."""
+    run = own_versions(Run())
+    del run.ends[4:]
+    bus, job = await _in_time(tmp_path, run)
+    job = replace(job, pipeline=replace(job.pipeline, staleness=1))
+    await bus.purge("demo_EV", below_seq=2)  # an end of batch 0
+    report = await collect.check(bus, job)
+    assert {violation.rule for violation in report.violations} == {"end_missing"}
+    assert (report.unseen, report.lost) == (1, 4)
+
+
+@pytest.mark.parametrize(("turn_ms", "lost"), [(160_000, 0), (160_001, 1), (0, 0)])
+def test_an_end_is_not_trimmed_whose_last_turn_was_stored_after_the_oldest_event_left(turn_ms, lost):
+    run = Run()
+    late = {max(end.journal) for end in run.ends if end.batch == 1}
+    run.journal = [replace(each, at_ms=turn_ms if each.seq in late else 5) for each in run.journal]
+    run.ends.pop()
+    expected = replace(EXPECTED, whole_from=2, events_gone=50, events_from_ms=100_000)
+    report = run.check(expected)
+    assert (report.lost, report.unseen, len(report.violations)) == (lost, 1 - lost, lost)
+
+
 def test_train_steps_are_held_against_one_another_after_a_trim():
     run = Run()
     run.batches, run.steps = run.batches[1:], run.steps[1:]
