@@ -53,6 +53,7 @@ def check(
         redone=found.redone,
         forgotten=found.forgotten,
         unseen=found.unseen,
+        unjudged=expected.unjudged,
         staleness_max=found.staleness_max,
         batches=len(by_batch),
         trained=len({step.batch for step in steps}),

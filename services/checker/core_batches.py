@@ -98,7 +98,8 @@ def check_steps(
     found: Found, expected: Expected, steps: Iterable[StepFinished], by_batch: dict[int, BatchReady]
 ) -> None:
     """Batches are trained once each, in order, each ready before. What the broker lost of them is counted."""
-    due = 0 if not expected.whole_from else None  # None: the first that is left may be any
+    # None: the first that is left may be any
+    due = 0 if not expected.whole_from and not expected.unjudged else None
     ready_from = min(by_batch, default=expected.whole_from) if expected.whole_from else 0
     seen: dict[int, StepFinished] = {}
     for step in steps:

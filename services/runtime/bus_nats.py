@@ -14,12 +14,14 @@ import hashlib
 import hmac
 import ssl
 from collections.abc import AsyncIterator, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
 from services.runtime.bus import (
+    Bounds,
     BucketSpec,
     BusError,
     BusUnavailable,
@@ -65,7 +67,21 @@ class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
 
 
+class _State(msgspec.Struct, frozen=True):
+    """Of a stream, in the answer to STREAM.INFO."""
+
+    first_seq: int = 0  # of one with nothing left: the next to be given out
+    last_seq: int = 0
+    last_ts: str = ""
+
+
+class _Info(_Answer, frozen=True):
+    state: _State = _State()
+
+
+A = TypeVar("A", bound=_Answer)
 _answers = msgspec.json.Decoder(_Answer)
+_infos = msgspec.json.Decoder(_Info)
 
 
 async def connect(
@@ -75,6 +91,7 @@ async def connect(
     inbox_prefix: str,
     seed_file: str | Path | None = None,
     roles_api_prefix: str = "",
+    info_api_prefix: str = "$JS.API",
     prefixed_bucket_suffix: str = "_roles",
     tls: ssl.SSLContext | None = None,
     patience_s: float = PATIENCE_S,
@@ -82,9 +99,9 @@ async def connect(
     """Connect as the user of the nkey in `seed_file` and stay connected: reconnection never gives up.
 
     Buckets whose name ends in `prefixed_bucket_suffix` are read through `roles_api_prefix` (an import from another
-    account) where one is given. `patience_s` bounds this call and every retry. Raises BusUnavailable, Denied.
+    account) where one is given, and streams are asked about through `info_api_prefix`. `patience_s` bounds this call and every retry. Raises BusUnavailable, Denied.
     """
-    bus = NatsBus(name, inbox_prefix, roles_api_prefix, prefixed_bucket_suffix, patience_s)
+    bus = NatsBus(name, inbox_prefix, roles_api_prefix, info_api_prefix, prefixed_bucket_suffix, patience_s)
     await bus.open(url, seed_file, tls)
     return bus
 
@@ -93,10 +110,17 @@ class NatsBus(NatsConnection):
     """The bus over one connection as one user. Make it with `connect`."""
 
     def __init__(
-        self, name: str, inbox_prefix: str, roles_api_prefix: str, prefixed_bucket_suffix: str, patience_s: float
+        self,
+        name: str,
+        inbox_prefix: str,
+        roles_api_prefix: str,
+        info_api_prefix: str,
+        prefixed_bucket_suffix: str,
+        patience_s: float,
     ) -> None:
         super().__init__(name, inbox_prefix, patience_s)
         self._roles_api_prefix = roles_api_prefix
+        self._info_api_prefix = info_api_prefix
         self._prefixed_bucket_suffix = prefixed_bucket_suffix
         self._durable_slots = asyncio.Semaphore(MAX_DURABLE_IN_FLIGHT)
         self._id_key = b""  # from the user's seed
@@ -281,6 +305,15 @@ class NatsBus(NatsConnection):
             raise BusError(f"{subject}: status {status} {answer.headers.get('Description', '')}")
         return stored_delivery(answer)
 
+    async def bounds(self, stream: str) -> Bounds:
+        """See Bus.bounds. The user must be allowed STREAM.INFO of the stream."""
+        subject = f"{self._info_api_prefix}.STREAM.INFO.{stream}"
+        info = _decoded(await self._ask(subject, b""), subject, _infos)
+        _raise(info, f"stream {stream}")
+        state = info.state
+        last_ms = int(datetime.fromisoformat(state.last_ts).timestamp() * 1000) if state.last_seq else 0
+        return Bounds(max(0, state.first_seq - 1), state.last_seq, last_ms)
+
     async def purge(self, stream: str, *, below_seq: int, subject: str = ">") -> None:
         request: dict[str, Any] = {"seq": below_seq}
         if subject != ">":
@@ -362,8 +395,12 @@ def _id_key(seed_file: str | Path) -> bytes:
 
 
 def _decode(msg: Any, subject: str) -> _Answer:
+    return _decoded(msg, subject, _answers)
+
+
+def _decoded(msg: Any, subject: str, decoder: msgspec.json.Decoder[A]) -> A:
     try:
-        return _answers.decode(msg.data)
+        return decoder.decode(msg.data)
     except msgspec.MsgspecError as error:
         raise BusError(f"{subject}: the server's answer is not readable: {error}") from error
 

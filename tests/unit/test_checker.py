@@ -437,9 +437,9 @@ def test_a_loss_excuses_nothing_else(rule: str):
 # -- streams of which the oldest messages were trimmed
 
 
-async def _in_time(tmp_path, run: Run):
+async def _in_time(tmp_path, run: Run, **broker_options: object):
     """The run in the order in which it happens: turns, ends, batch, train step; batch 1 ends its episodes after batch 0's step."""
-    broker = MemoryBroker()
+    broker = MemoryBroker(**broker_options)
     bus = broker.connect()
     for family in ("EV", "JOURNAL", "DEAD"):
         await bus.ensure_stream(StreamSpec(name=f"demo_{family}", subjects=(f"pearl.demo.{STREAMS[family]}.>",)))
@@ -526,6 +526,62 @@ def test_train_steps_are_held_against_one_another_after_a_trim():
     assert run.check(late).violations == ()
     run.steps.append(replace(run.steps[0], batch=3, version=4))
     assert {"trained_unordered", "trained_unready"} == {violation.rule for violation in run.check(late).violations}
+
+
+async def _refused(bus, event) -> None:
+    """An event that the pipeline scheduler refused, and its letter about it."""
+    seq = await bus.publish_durable(subject_of("demo", event), encode(event), msg_id=f"again {event}")
+    letter = dead_letter("pipeline_scheduler", subject_of("demo", event), encode(event), "refused", seq)
+    await bus.publish_durable(subject_of("demo", letter), encode(letter), msg_id=f"letter {seq}")
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+async def test_what_may_have_been_refused_is_not_judged_where_its_letter_is_gone(tmp_path, emptied):
+    run = own_versions(Run())
+    bus, job = await _in_time(tmp_path, run)
+    await _refused(bus, replace(run.steps[0], batch=7, version=8))
+    await _refused(bus, replace(run.ends[0], reward=0.5, generated_tokens=1))
+    assert (await collect.check(bus, job)).violations == ()
+    if not emptied:
+        await bus.publish_durable("pearl.demo.dead.agent", b"about something else", msg_id="other")
+    await bus.purge("demo_DEAD", below_seq=3)  # days later
+    report = await collect.check(bus, job)
+    assert report.violations == ()
+    assert [(each.stream, each.gone, each.from_ms > 0) for each in report.trimmed] == [("demo_DEAD", 2, not emptied)]
+    assert (report.unjudged, report.completed, report.trained) == (4, 8, 2), "the train steps, and the other end"
+
+
+async def test_what_is_younger_than_the_letters_left_is_judged_as_ever(tmp_path):
+    now = [1_000_000]
+    run = own_versions(Run())
+    bus, job = await _in_time(tmp_path, run, clock=lambda: now[0])
+    await _refused(bus, replace(run.steps[0], batch=7, version=8))
+    await bus.purge("demo_DEAD", below_seq=2)
+    now[0] += 60_001
+    late = replace(run.steps[0], batch=9, version=10)
+    await bus.publish_durable(subject_of("demo", late), encode(late), msg_id="late")
+    twice = replace(run.ends[0], reward=0.25)
+    await bus.publish_durable(subject_of("demo", twice), encode(twice), msg_id="twice")
+    report = await collect.check(bus, job)
+    rules = {violation.rule for violation in report.violations}
+    assert {"trained_unready", "item_wrong"} <= rules
+
+
+async def test_a_lost_end_is_found_though_letters_are_gone(tmp_path):
+    run = own_versions(Run())
+    lost = run.ends.pop(5)
+    bus, job = await _in_time(tmp_path, run)
+    await _refused(bus, replace(lost, reward=0.5))
+    await bus.purge("demo_DEAD", below_seq=2)
+    report = await collect.check(bus, job)
+    assert ({violation.rule for violation in report.violations}, report.lost) == ({"end_missing"}, 1)
+
+
+async def test_an_event_stream_with_nothing_left_is_not_one_never_used(tmp_path):
+    bus, job = await _in_time(tmp_path, own_versions(Run()))
+    await bus.purge("demo_EV", below_seq=1000)
+    (said,) = (await collect.check(bus, job)).trimmed
+    assert said == Trimmed(stream="demo_EV", gone=12)
 
 
 async def test_a_kept_journal_that_was_trimmed_is_said_too(tmp_path):
