@@ -78,6 +78,7 @@ class Forecast(Protocol):
     """What a choice is made by: predictions of configurations."""
 
     stakes: Stakes | None  # None: shares of the makespan decide (`Policy`)
+    alike: bool  # what runs is taken for what it is predicted to be among the options, not by its own replay
 
     def options(self, workers: int, judged: Sequence[Counts]) -> tuple[Candidate, ...]:
         """Every configuration; `judged` ones as exactly as can be."""
@@ -99,6 +100,7 @@ class ClosedForms:
         self.profile = profile
         self.policy = policy
         self.stakes: Stakes | None = None
+        self.alike = False
 
     def options(self, workers: int, judged: Sequence[Counts]) -> tuple[Candidate, ...]:
         return makespan.candidates(self.profile, workers, self.policy.rho_max, self.policy.impossible)
@@ -126,6 +128,8 @@ class Replays:
         self.policy = policy
         self.evidence = evidence
         self.stakes: Stakes | None = stakes
+        # One replay of a batch is worth more than its neighbours' curve; of flows, luck is much of what differs.
+        self.alike = evidence.limits.in_flight_percent > 0
 
     def options(self, workers: int, judged: Sequence[Counts]) -> tuple[Candidate, ...]:
         return predict.candidates(
@@ -155,7 +159,7 @@ def choose(
     unchanged = () if running is None or running.workers == 0 or workers == 0 else _unchanged(workers, running)
     incumbent = None if policy.fixed is not None else by.least(unchanged)
     options = by.options(workers, [counts_of(incumbent)] if incumbent is not None else [])
-    if incumbent is not None:  # it is compared by what was predicted for it among the others
+    if incumbent is not None and by.alike:  # among the others it was predicted as they were
         incumbent = next((each for each in options if counts_of(each) == counts_of(incumbent)), incumbent)
     if policy.fixed is not None and workers > 0:
         return _fixed(profile, workers, options, policy.fixed)
