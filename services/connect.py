@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from messages.subjects import ROLES_API_PREFIX
+from messages.subjects import APP_API_PREFIX, ROLES_API_PREFIX
 from services.jobfile import ConfigError, JobFile
 from services.nats_server.keys import seed_path
 from services.nats_server.permissions import ADMIN, SENDS, TABLES_USER, inbox_prefix
@@ -39,13 +39,17 @@ async def connect_tables(job: JobFile) -> Bus:
 
 async def connect_user(job: JobFile, user: str) -> Bus:
     """Connect as a user by name. Services use `connect`; administration uses this."""
+    url = await server_url(job)  # its keys are there once the server is
+    seed = _seed_file(job, user)
     in_ctrl = user in (TABLES_USER, *ADMIN.values())
     return await bus_nats.connect(
-        await server_url(job),
+        url,
         name=f"pearl-{job.job.name}-{user}",
         inbox_prefix=inbox_prefix(user),
-        seed_file=_seed_file(job, user),
+        seed_file=seed,
         roles_api_prefix="" if in_ctrl else ROLES_API_PREFIX,
+        # Without authorization there are no accounts, and nothing to reach across.
+        info_api_prefix=APP_API_PREFIX if user == "monitor" and seed is not None else "$JS.API",
     )
 
 

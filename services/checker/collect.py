@@ -21,6 +21,8 @@ from messages.monitor import DeadLetter, StoreRewound
 from messages.pipeline_scheduler import BatchReady, StepFinished, TrajectoryCompleted
 from messages.subjects import decode_on, event_subject, stream
 from services.checker.core import check as judge
+from services.checker.core_batches import CLOCKS_APART_MS
+from services.checker.core_doubt import without_doubtful
 from services.checker.core_report import Expected, Journalled, Report, Trimmed, Violation
 from services.jobfile import JobFile
 from services.runtime.bus import Bus, Delivery
@@ -49,26 +51,38 @@ async def check(bus: Bus, job: JobFile) -> Report:
     unread: list[Violation] = []
     strays: list[str] = []
     name = job.job.name
+    ev, kept, dead = stream(name, "ev"), stream(name, "journal"), stream(name, "dead")
     refused = await refused_events(bus, name, JUDGE)
-    ev, kept = stream(name, "ev"), stream(name, "journal")
+    # Looked at after the letters were read: what is trimmed on the way is in doubt.
+    letters = await _trimmed(bus, dead, f"pearl.{name}.dead.*")
+    doubtful_to_ms = 0
+    if letters is not None:
+        doubtful_to_ms = (letters.from_ms or (await bus.bounds(dead)).last_ms) + CLOCKS_APART_MS
 
-    async def events(kind: type[M]) -> dict[int, M]:
+    async def events(kind: type[M]) -> list[tuple[Delivery, M]]:
         found = [found async for found in _messages(bus, name, ev, event_subject(name, kind), strays, kind)]
-        strays.extend(f"{ev} {seq}: refused" for seq, _ in found if seq in refused)
-        return {seq: message for seq, message in found if seq not in refused}
+        strays.extend(f"{ev} {each.seq}: refused" for each, _ in found if each.seq in refused)
+        return [(each, message) for each, message in found if each.seq not in refused]
 
     rewound = await events(StoreRewound)
-    batches, steps, ends = await events(BatchReady), await events(StepFinished), await events(TrajectoryCompleted)
+    batches = [message for _, message in await events(BatchReady)]
+    all_steps, all_ends = await events(StepFinished), await events(TrajectoryCompleted)
+    steps = [(each, step) for each, step in all_steps if each.at_ms > doubtful_to_ms]
+    ends = without_doubtful(
+        [end for each, end in all_ends if each.at_ms <= doubtful_to_ms],
+        [end for each, end in all_ends if each.at_ms > doubtful_to_ms],
+        batches,
+    )
     # Looked at last: what is trimmed on the way is not held against the run.
     oldest = await _oldest(bus, ev, f"pearl.{name}.ev.>")
     whole_from = 0
     if oldest is not None and oldest.seq > 1:
         # Batch k was admitted after batch k - staleness - 1 was trained: with that train step, all of it is there.
-        left = [step.batch for seq, step in steps.items() if seq >= oldest.seq]
+        left = [step.batch for each, step in steps if each.seq >= oldest.seq]
         whole_from = min(left) + 1 + job.pipeline.staleness if left else sys.maxsize
     journal = [
-        Journalled(seq, record)
-        async for seq, record in _messages(
+        Journalled(each.seq, record, each.at_ms)
+        async for each, record in _messages(
             bus, name, kept, f"pearl.{name}.journal.*", strays, TurnFinished, RequestInterrupted
         )
     ]
@@ -76,7 +90,7 @@ async def check(bus: Bus, job: JobFile) -> Report:
     journal_from = 1
     if not job.pipeline.keep_journal:
         # Purged from below. Of a journal with nothing left, all that the ends refer to is gone.
-        everything = max((seq for end in ends.values() for seq in end.journal), default=0) + 1
+        everything = max((seq for end in ends for seq in end.journal), default=0) + 1
         journal_from = journal[0].seq if journal else everything
     report = judge(
         Expected(
@@ -85,22 +99,28 @@ async def check(bus: Bus, job: JobFile) -> Report:
             staleness=job.pipeline.staleness,
             journal_from=journal_from,
             whole_from=whole_from,
+            unjudged=len(all_steps) - len(steps) + len(all_ends) - len(ends),
+            events_gone=0 if oldest is None else oldest.seq - 1,
+            events_from_ms=0 if oldest is None else oldest.at_ms,
             rewound=len(rewound),
             attempts_logged=files > 0,
         ),
         journal=journal,
         attempts=attempts,
-        ends=ends.values(),
-        batches=batches.values(),
-        steps=steps.values(),
+        ends=ends,
+        batches=batches,
+        steps=[step for _, step in steps],
     )
+    ready = {batch.batch for batch in batches}
+    trained = {step.batch for _, step in steps} | {step.batch for _, step in all_steps if step.batch in ready}
     trimmed = [
-        _trimmed(ev, oldest),
-        _trimmed(kept, await _oldest(bus, kept, f"pearl.{name}.journal.*"), journal_from - 1),
-        _trimmed(stream(name, "dead"), await _oldest(bus, stream(name, "dead"), f"pearl.{name}.dead.*")),
+        await _trimmed(bus, ev, f"pearl.{name}.ev.>"),
+        await _trimmed(bus, kept, f"pearl.{name}.journal.*"),
+        letters,
     ]
     return msgspec.structs.replace(
         report,
+        trained=len(trained),
         strays=len(strays),
         stray=tuple(strays[:STRAYS_NAMED]),
         trimmed=tuple(each for each in trimmed if each is not None),
@@ -114,11 +134,13 @@ async def _oldest(bus: Bus, name: str, subject: str) -> Delivery | None:
     return None
 
 
-def _trimmed(name: str, oldest: Delivery | None, gone: int = 0) -> Trimmed | None:
-    """`gone`: what is known to be missing of a stream with nothing left."""
+async def _trimmed(bus: Bus, name: str, subject: str) -> Trimmed | None:
+    """What a stream has lost at its beginning, or None. One with nothing left is not one that was never used."""
+    oldest = await _oldest(bus, name, subject)
     if oldest is not None:
         return Trimmed(stream=name, gone=oldest.seq - 1, from_ms=oldest.at_ms) if oldest.seq > 1 else None
-    return Trimmed(stream=name, gone=gone) if gone else None
+    bounds = await bus.bounds(name)
+    return Trimmed(stream=name, gone=bounds.gone) if bounds.gone else None
 
 
 def read_attempt_logs(folder: Path, unread: list[Violation]) -> tuple[list[AttemptLogged], int]:
@@ -162,9 +184,9 @@ async def refused_events(bus: Bus, name: str, receiver: str = "*") -> set[int]:
 
 async def _messages(
     bus: Bus, name: str, stream_name: str, subject: str, strays: list[str], *kinds: type[M]
-) -> AsyncIterator[tuple[int, M]]:
+) -> AsyncIterator[tuple[Delivery, M]]:
     async for delivery in bus.read(stream_name, subject):
         try:
-            yield delivery.seq, decode_on(name, delivery.subject, delivery.data, *kinds)
+            yield delivery, decode_on(name, delivery.subject, delivery.data, *kinds)
         except UndecodableMessage as error:
             strays.append(f"{stream_name} {delivery.seq} on {delivery.subject}: {error.reason}")

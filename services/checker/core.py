@@ -35,7 +35,7 @@ def check(
     check_steps(found, expected, steps, by_batch)
     check_turns(found, turns)
     check_ends(found, expected, by_try, dict(turns))
-    check_batches(found, expected, by_batch, by_try)
+    check_batches(found, expected, by_batch, by_try, {entry.seq: entry.at_ms for entry in records})
     check_requests(found, expected, [record for _, record in turns], interruptions, logged, by_try)
     check_staleness(found, expected, by_batch, by_try, [record for _, record in turns])
     check_left_behind(found, by_batch, by_try, [record for _, record in turns])
@@ -53,6 +53,7 @@ def check(
         redone=found.redone,
         forgotten=found.forgotten,
         unseen=found.unseen,
+        unjudged=expected.unjudged,
         staleness_max=found.staleness_max,
         batches=len(by_batch),
         trained=len({step.batch for step in steps}),

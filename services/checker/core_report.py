@@ -26,6 +26,12 @@ class Expected(msgspec.Struct, frozen=True, kw_only=True):
     """Lowest journal sequence that was not purged; what is said about older ones is not held against the journal."""
     whole_from: int = 0
     """First batch all of whose events are still in the stream. What only trimmed events could show of earlier ones is unseen."""
+    unjudged: int = 0
+    """Ends and train steps left out because they may have been refused: the first train step that is judged may be any."""
+    events_gone: int = 0
+    """Events that were trimmed: no more ends than that can be unseen."""
+    events_from_ms: int = 0
+    """Unix ms at which the oldest event that is left was stored. An end is stored after its last turn."""
     rewound: int = 0
     """How often the broker came back without its last moments (`store.rewound/1`): what it lost was done again, which is counted."""
     attempts_logged: bool = True
@@ -37,6 +43,7 @@ class Journalled(msgspec.Struct, frozen=True):
 
     seq: int
     record: TurnFinished | RequestInterrupted
+    at_ms: int = 0  # Unix ms at which it was stored; 0: not known
 
 
 class Violation(msgspec.Struct, frozen=True):
@@ -83,6 +90,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     strays: int = 0  # messages in the run's streams that cannot be read or were refused: no record of anything
     stray: tuple[str, ...] = ()  # the first of them
     unseen: int = 0  # trajectories of batches whose end was trimmed: neither lost nor checked
+    unjudged: int = 0  # ends and train steps that may have been refused, their dead letters being gone
     trimmed: tuple[Trimmed, ...] = ()  # streams of which only the newest messages could be checked
     violations: tuple[Violation, ...] = ()
 

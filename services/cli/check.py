@@ -31,6 +31,10 @@ def run(arguments: argparse.Namespace) -> int:
             print(f"not all seen: {each}")
         if report.unseen:
             print(f"not all seen: {report.unseen} trajectories of batches ended before that: neither lost nor checked")
+        if report.unjudged:
+            print(
+                f"not all seen: {report.unjudged} ends and train steps may have been refused: the letters that say so are gone"
+            )
         for violation in report.violations:
             print(f"violation: {violation}")
     return 1 if report.violations else 0

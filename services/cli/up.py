@@ -92,7 +92,8 @@ class TrainSteps:
 
     def news(self, at_s: float) -> str:
         """What is to be said at this moment, each thing once, or ""."""
-        done, wanted = len(self._rewards), self._job.pipeline.train_steps
+        # Batches are trained in order: with the newest step, all before it are done, though the stream may not hold them any more.
+        done, wanted = max(self._rewards, default=-1) + 1, self._job.pipeline.train_steps
         if done == self._told or (done < wanted and at_s < self._told_at_s + EVERY_S):
             return ""
         self._told, self._told_at_s = done, at_s
@@ -104,6 +105,8 @@ class TrainSteps:
         left = ", ".join(str(each) for each in folders if each.is_dir())
         given = shlex.quote(str(self._path))
         lines = [f"the job is done: all {wanted} train steps, reward {first:.3f} -> {last:.3f}"]
+        if len(rewards) < wanted:
+            lines[0] += f" over the {len(rewards)} that are still in the event stream"
         lines += [f"it left {left}"] if left else []
         lines += [f"its services stay up until Ctrl-C: look with pearl status -c {given}, or pearl check -c {given}"]
         return "\n".join(lines)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 
 import msgspec
 
@@ -51,6 +51,9 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     borrowed: tuple[str, ...] = ()
     returned: tuple[str, ...] = ()
     record: DecisionRecord | None = None
+    untold: bool = (
+        False  # its overlap part was not applied; whether its other part was admitted, the events do not tell
+    )
 
     @property
     def forced(self) -> bool:
@@ -63,7 +66,7 @@ class PlanFold:
 
     def __init__(self, overlap: Iterable[str] = ()) -> None:
         self.served = Counts()  # after the last applied plan
-        self._overlap = frozenset(overlap)
+        self.overlap = frozenset(overlap)
         self._roles: dict[str, Role] = {}
         self._records: dict[str, DecisionRecord] = {}
         self._applied: set[str] = set()
@@ -97,8 +100,8 @@ class PlanFold:
         roles = list(self._roles.values())
         after = Counts(roles.count(Role.PREFILL), roles.count(Role.DECODE), roles.count(Role.COLOCATED))
         before, self.served = self.served, after
-        borrowed = tuple(each.worker for each in plan.add if each.worker in self._overlap)
-        returned = tuple(each.worker for each in plan.remove if each.worker in self._overlap)
+        borrowed = tuple(each.worker for each in plan.add if each.worker in self.overlap)
+        returned = tuple(each.worker for each in plan.remove if each.worker in self.overlap)
         happened = {
             "grow": len(plan.add) > len(borrowed),
             "shrink": len(plan.remove) > len(returned),
@@ -123,21 +126,56 @@ class PlanFold:
 
 
 def changes_of(events: Iterable[object], fold: PlanFold) -> tuple[Change, ...]:
-    """All applied plans of a stream, without those that failed or were vetoed afterwards."""
-    found: list[Change] = []
-    undone: set[str] = set()
+    """All plans of a stream that were applied in the end."""
+    events = tuple(events)
+    whole = carried_out(events, fold.overlap)
+    found = [fold.take(event) for event in applied_only(events, fold.overlap)]
+    return tuple(
+        msgspec.structs.replace(change, untold=not whole[change.plan_id]) for change in found if change is not None
+    )
+
+
+def carried_out(events: Iterable[object], overlap: Collection[str]) -> dict[str, bool]:
+    """Plans that were applied after their cut epoch: whether all of each was, or only its part outside the overlap zone.
+
+    The admit epoch waits until every executor with a part reports it applied; one that reports a failure, or reports nothing
+    until the deadline, has the plan rolled back, of which no event tells. A veto comes too late for a plan that is cut: it goes
+    on. Where training asks for its GPUs while a plan applies, the plan goes on without its overlap joiners: then the toggle
+    manager may report nothing, as after a roll-back, and of such a plan the rebuilder's part counts, if that was reported.
+    """
+    plans: dict[str, ReconfigurationPlan] = {}
+    reports: set[tuple[str, str, str]] = set()
     for event in events:
-        if plan_id := undone_by(event):
-            undone.add(plan_id)
-        change = fold.take(event)
-        if change is not None:
-            found.append(change)
-    return tuple(change for change in found if change.plan_id not in undone)
+        if isinstance(event, ReconfigurationPlan) and event.stage == "applying":
+            plans.setdefault(event.plan_id, event)
+        elif isinstance(event, PlanProgress):
+            reports.add((event.plan_id, event.part, event.report))
+    found: dict[str, bool] = {}
+    for plan_id, plan in plans.items():
+        lent = [each.worker in overlap for each in (*plan.add, *plan.reassign)]
+        named = {*lent, *(leave.worker in overlap for leave in plan.remove)}
+        parts = [part for part, inside in (("rebuilder", False), ("toggle", True)) if inside in named]
+        behind = [part for part in parts if (plan_id, part, "applied") not in reports]
+        if any((plan_id, part, "failed") in reports for part in parts):
+            continue
+        if not behind:
+            found[plan_id] = True
+        elif behind == ["toggle"] and "rebuilder" in parts and any(lent):
+            found[plan_id] = False
+    return found
 
 
-def undone_by(event: object) -> str:
-    """The plan that this event says came to nothing, or ""."""
-    return event.plan_id if isinstance(event, PlanProgress) and event.report in ("failed", "vetoed") else ""
+def applied_only(events: Iterable[object], overlap: Collection[str]) -> Iterator[object]:
+    """The events without plans that came to nothing; of plans that were applied in part, that part."""
+    events = tuple(events)
+    whole = carried_out(events, overlap)
+    for event in events:
+        if not isinstance(event, ReconfigurationPlan) or whole.get(event.plan_id, False):
+            yield event
+        elif event.plan_id in whole:
+            add = tuple(each for each in event.add if each.worker not in overlap)
+            reassign = tuple(each for each in event.reassign if each.worker not in overlap)
+            yield msgspec.structs.replace(event, add=add, reassign=reassign)
 
 
 def change_text(change: Change) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from statistics import fmean
 from typing import Final
 
@@ -10,10 +10,11 @@ import msgspec
 
 from messages.envelope import Message
 from messages.executors import ReconfigurationPlan
+from messages.ids import RoleGeneration, WorkerId
 from messages.monitor import DecisionRecord, GpusReturned
 from messages.orchestrator import PlanProgress, WeightsApplied, WorkerGone, WorkerReleased
 from messages.toggle_manager import TrainerReleased, TrainerResumed
-from services.monitor.history import Change, PlanFold, undone_by
+from services.monitor.history import Change, PlanFold, applied_only
 
 KINDS: Final[tuple[type[Message], ...]] = (
     ReconfigurationPlan,
@@ -45,10 +46,13 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
     `workers_lent = workers_returned + workers_lost + workers_held`.
     """
 
-    count: int  # plans that lent training GPUs: past their cut epoch, and not rolled back
+    count: int  # plans that lent training GPUs: applied, and not rolled back
     workers_lent: int  # overlap workers that joined rollout by them, each time it did
     return_plans: int  # plans by which some of them left rollout again
-    workers_returned: int
+    workers_returned: (
+        int  # of them `without_plan`: training took them back while another plan was applying, or after a roll-back
+    )
+    without_plan: int
     workers_lost: int  # died while lent
     workers_held: int  # still lent at the end
     denied_by_gate: int  # budgets with idle training GPUs that eq. 7 never let rollout have
@@ -69,11 +73,16 @@ class Lending(msgspec.Struct, frozen=True, kw_only=True):
             "workers_returned": self.workers_returned,
             "workers_lost": self.workers_lost,
             "workers_held": self.workers_held,
+            "without_plan": self.without_plan,
         }
 
     def lines(self) -> list[tuple[str, str]]:
         """For people: what each number counts, and how they add up."""
-        back = [f"{self.workers_returned} returned (by {_many(self.return_plans, 'plan')})"]
+        planned = self.workers_returned - self.without_plan
+        how = f"by {_many(self.return_plans, 'plan')}"
+        if self.without_plan:
+            how = f"{planned} {how}, {self.without_plan} without a plan"
+        back = [f"{self.workers_returned} returned ({how})"]
         back += [f"{self.workers_lost} lost"] if self.workers_lost else []
         back += [f"{self.workers_held} still lent"] if self.workers_held else []
         return [
@@ -103,6 +112,7 @@ def lending_of(events: Sequence[Message], overlap: Collection[str]) -> Lending:
         workers_lent=workers.lent,
         return_plans=workers.return_plans,
         workers_returned=workers.returned,
+        without_plan=workers.without_plan,
         workers_lost=workers.lost,
         workers_held=len(workers.held),
         denied_by_gate=sum(not borrowed for borrowed in asked.values()),
@@ -129,21 +139,31 @@ class _Workers:
     """Follows the overlap workers in and out of rollout."""
 
     def __init__(self, events: Sequence[Message], overlap: Collection[str]) -> None:
-        self.borrows = self.lent = self.return_plans = self.returned = self.lost = 0
-        self.held: set[str] = set()
-        undone = {undone_by(event) for event in events}
+        self.borrows = self.lent = self.return_plans = self.returned = self.without_plan = self.lost = 0
+        self.held: dict[str, RoleGeneration] = {}  # and the generation that each was lent with
         fold = PlanFold(overlap)
-        for event in events:
+        for event in applied_only(events, fold.overlap):
             change = fold.take(event)
-            if change is not None and change.plan_id not in undone:
-                self._take(change)
+            if change is not None and isinstance(event, ReconfigurationPlan):
+                self._take(change, {each.worker: each.role_generation for each in event.add})
             elif isinstance(event, WorkerGone) and event.worker in self.held:
-                self.held.discard(event.worker)
+                del self.held[event.worker]
                 self.lost += 1
+            elif isinstance(event, WorkerReleased) and self._answers(event):
+                del self.held[event.worker]
+                self.returned += 1
+                self.without_plan += 1
 
-    def _take(self, change: Change) -> None:
-        new, back = set(change.borrowed) - self.held, set(change.returned) & self.held
-        self.held = (self.held | new) - back
+    def _answers(self, event: WorkerReleased) -> bool:
+        """Whether this worker is lent, and gave these GPUs back: the answer to an earlier return is of a lower generation."""
+        lent_with = self.held.get(event.worker)
+        return lent_with is not None and event.role_generation >= lent_with
+
+    def _take(self, change: Change, generations: Mapping[WorkerId, RoleGeneration]) -> None:
+        new, back = set(change.borrowed) - self.held.keys(), set(change.returned) & self.held.keys()
+        self.held |= {worker: generations[WorkerId(worker)] for worker in new}
+        for worker in back:
+            del self.held[worker]
         self.borrows += bool(change.borrowed)
         self.lent += len(new)
         self.return_plans += bool(back)

@@ -228,7 +228,8 @@ def blind_reward(job: JobFile) -> float | None:
 def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[str, int]:
     """Plans by what they changed. `total = applied + cancelled`; an applied plan counts under each of its kinds, under `other`
     if it has none (`plans_by_kinds` counts each once). `cancelled` are those that came to nothing: superseded or vetoed before
-    their cut epoch, failed, or not yet applied when the events end.
+    their cut epoch, failed, rolled back, or not yet applied when the events end. Of `untold` among the applied, only the part
+    outside the overlap zone counts, and whether that was admitted or rolled back, the events do not tell.
 
     Mode switches are those of role counts before and after applied plans; a ratio change is one in which a worker that
     stays takes another role within the mode. `forced` are the ones among them to which hysteresis did not apply.
@@ -245,6 +246,7 @@ def count_plans(events: Sequence[Message], changes: Sequence[Change]) -> dict[st
         **counts,
         "other": sum(not change.kinds for change in changes),
         "forced": sum(change.forced for change in reshaped),
+        "untold": sum(change.untold for change in changes),
         "cancelled": len(total - {change.plan_id for change in changes}),
     }
 
@@ -262,11 +264,18 @@ def plan_lines(plans: Mapping[str, int], by_kinds: Mapping[str, int]) -> list[tu
         (
             "plans",
             f"{plans['total']} made = {plans['applied']} applied + {plans['cancelled']} cancelled (superseded, vetoed, failed, "
-            "or not yet applied at the end)",
+            "rolled back, or not yet applied at the end)",
         )
     ]
     if applied:
         lines.append(("", f"{plans['applied']} applied = {' + '.join(applied)}"))
+    if plans["untold"]:
+        lines.append(
+            (
+                "",
+                f"{plans['untold']} of the applied lent nothing in the end, and may have been rolled back: the events do not tell",
+            )
+        )
     if plans["forced"]:
         lines.append(
             ("", f"{plans['forced']} of the mode switches and ratio changes were forced: hysteresis did not apply")

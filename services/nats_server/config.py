@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 
 from messages.envelope import MAX_MESSAGE_BYTES
-from messages.subjects import ROLES_API_PREFIX
+from messages.subjects import APP_API_PREFIX, ROLES_API_PREFIX
 from services.durable import APP, CTRL, MIB, durable_state
 from services.jobfile import JobFile
 from services.nats_server.permissions import (
@@ -24,6 +24,7 @@ from services.nats_server.permissions import (
     app_streams,
     feed_events,
     feed_state,
+    informing,
     reading,
     role_reading,
     users,
@@ -145,6 +146,10 @@ def accounts_config(job: JobFile, keys: Mapping[str, str]) -> str:
                 for subject in _read_by_monitor(job)
             ),
             *(
+                f"      {{ service: {_quoted(informing(stream))}, accounts: [{MON}] }}"
+                for stream in app_streams(job.job.name)
+            ),
+            *(
                 f"      {{ service: {_quoted(subject)}, accounts: [{FEED}] }}"
                 for subject in (*feed_events(job.job.name), *feed_state(job.job.name))
             ),
@@ -179,6 +184,11 @@ def accounts_config(job: JobFile, keys: Mapping[str, str]) -> str:
             *(
                 f"      {{ service: {{ account: {APP}, subject: {_quoted(subject)} }} }}"
                 for subject in _read_by_monitor(job)
+            ),
+            *(
+                f"      {{ service: {{ account: {APP}, subject: {_quoted(informing(stream))} }}, "
+                f"to: {_quoted(informing(stream, APP_API_PREFIX))} }}"
+                for stream in app_streams(job.job.name)
             ),
             "    ]",
             "  }",

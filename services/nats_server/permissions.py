@@ -231,6 +231,11 @@ def reading(stream: str, api: str = "$JS.API") -> tuple[str, ...]:
     return (f"{api}.DIRECT.GET.{stream}", f"{api}.DIRECT.GET.{stream}.>")
 
 
+def informing(stream: str, api: str = "$JS.API") -> str:
+    """API subject that tells how far a stream has come, and how much of its beginning is gone."""
+    return f"{api}.STREAM.INFO.{stream}"
+
+
 def role_reading(job: str, api: str) -> tuple[str, ...]:
     """API subjects that read the role bucket, as account CTRL exports them."""
     return reading(f"KV_{subjects.roles_bucket(job)}", api)
@@ -307,12 +312,12 @@ def _service_user(job: JobFile, service: str) -> User:
         publish += [*consuming(tasks, "agents"), *reading(tasks), *reading(journal), *reading(ev)]
     elif service in ("cli", "monitor"):
         for stream in app_streams(name):
-            publish += reading(stream)
+            publish += [
+                *reading(stream),
+                informing(stream, subjects.APP_API_PREFIX if service == "monitor" else "$JS.API"),
+            ]
     elif service == "feed":
         publish += feed_state(name)
-    if service == "cli":
-        # for people with a NATS tool of their own
-        publish += [f"$JS.API.STREAM.INFO.{stream}" for stream in app_streams(name)]
     account = {"monitor": MON, "feed": FEED}.get(service, APP)
     return User(
         name=service, account=account, publish=tuple(dict.fromkeys(publish)), subscribe=tuple(dict.fromkeys(subscribe))

@@ -31,6 +31,14 @@ class Delivery(msgspec.Struct, frozen=True):
     )
 
 
+class Bounds(msgspec.Struct, frozen=True):
+    """What a stream has had and what is left of it: one that was emptied differs from one that was never used."""
+
+    gone: int  # messages before the oldest that is left: all there ever were if none is left
+    last_seq: int  # of the newest message there ever was; 0: there was none
+    last_ms: int  # Unix ms at which that one was stored; 0: there was none
+
+
 class Entry(msgspec.Struct, frozen=True):
     """One value of a bucket."""
 
@@ -169,6 +177,10 @@ class Bus(Protocol):
 
     async def last(self, stream: str, subject: str) -> Delivery | None:
         """The newest message on an exact subject."""
+        ...
+
+    async def bounds(self, stream: str) -> Bounds:
+        """How far the stream has come, and how much of its beginning is gone."""
         ...
 
     async def purge(self, stream: str, *, below_seq: int, subject: str = ">") -> None:

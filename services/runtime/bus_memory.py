@@ -16,6 +16,7 @@ from typing import cast
 import msgspec
 
 from services.runtime.bus import (
+    Bounds,
     BucketSpec,
     BusError,
     BusUnavailable,
@@ -98,6 +99,7 @@ class Stream:
         self.spec = spec
         self.messages: dict[int, Delivery] = {}
         self.last_seq = 0
+        self.last_ms = 0
         self.size = 0
         self.seen: dict[str, tuple[int, int]] = {}  # message id -> (sequence, forgotten at ms)
         self.consumers: dict[str, ConsumerState] = {}
@@ -119,6 +121,7 @@ class Stream:
         if self.spec.retention == "workqueue" and self.size + len(data) > self.spec.max_bytes:
             raise BusUnavailable(f"stream {self.spec.name} is full ({self.spec.max_bytes} bytes)")
         self.last_seq += 1
+        self.last_ms = now
         self.messages[self.last_seq] = Delivery(subject, data, headers, seq=self.last_seq, at_ms=now)
         self.size += len(data)
         if msg_id:
@@ -135,6 +138,9 @@ class Stream:
         stored = self.messages.pop(seq, None)
         if stored is not None:
             self.size -= len(stored.data)
+
+    def bounds(self) -> Bounds:
+        return Bounds(next(iter(self.messages), self.last_seq + 1) - 1, self.last_seq, self.last_ms)
 
     def last(self, subject: str) -> Delivery | None:
         return next((stored for stored in reversed(self.messages.values()) if matches(subject, stored.subject)), None)
@@ -465,6 +471,11 @@ class MemoryBus:
         if not self.broker.up:
             raise BusUnavailable(f"stream {stream}: the broker is away")
         return self.broker.stream(stream).last(subject)
+
+    async def bounds(self, stream: str) -> Bounds:
+        if not self.broker.up:
+            raise BusUnavailable(f"stream {stream}: the broker is away")
+        return self.broker.stream(stream).bounds()
 
     async def purge(self, stream: str, *, below_seq: int, subject: str = ">") -> None:
         kept = self.broker.stream(stream)

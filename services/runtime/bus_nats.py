@@ -21,6 +21,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from services.runtime.bus import (
+    Bounds,
     BucketSpec,
     BusError,
     BusUnavailable,
@@ -81,10 +82,23 @@ class _MessageAnswer(msgspec.Struct, frozen=True):
     message: _StoredMessage | None = None
 
 
-A = TypeVar("A", _Answer, _MessageAnswer)
+class _State(msgspec.Struct, frozen=True):
+    """Of a stream, in the answer to STREAM.INFO."""
+
+    first_seq: int = 0  # of one with nothing left: the next to be given out
+    last_seq: int = 0
+    last_ts: str = ""
+
+
+class _Info(_Answer, frozen=True):
+    state: _State = _State()
+
+
+A = TypeVar("A", _Answer, _MessageAnswer, _Info)
 
 _answers = msgspec.json.Decoder(_Answer)
 _message_answers = msgspec.json.Decoder(_MessageAnswer)
+_infos = msgspec.json.Decoder(_Info)
 
 
 async def connect(
@@ -94,6 +108,7 @@ async def connect(
     inbox_prefix: str,
     seed_file: str | Path | None = None,
     roles_api_prefix: str = "",
+    info_api_prefix: str = "$JS.API",
     prefixed_bucket_suffix: str = "_roles",
     tls: ssl.SSLContext | None = None,
     patience_s: float = PATIENCE_S,
@@ -101,9 +116,9 @@ async def connect(
     """Connect as the user of the nkey in `seed_file` and stay connected: reconnection never gives up.
 
     Buckets whose name ends in `prefixed_bucket_suffix` are read through `roles_api_prefix` (an import from another
-    account) where one is given. `patience_s` bounds this call and every retry. Raises BusUnavailable, Denied.
+    account) where one is given, and streams are asked about through `info_api_prefix`. `patience_s` bounds this call and every retry. Raises BusUnavailable, Denied.
     """
-    bus = NatsBus(name, inbox_prefix, roles_api_prefix, prefixed_bucket_suffix, patience_s)
+    bus = NatsBus(name, inbox_prefix, roles_api_prefix, info_api_prefix, prefixed_bucket_suffix, patience_s)
     await bus.open(url, seed_file, tls)
     return bus
 
@@ -112,10 +127,17 @@ class NatsBus(NatsConnection):
     """The bus over one connection as one user. Make it with `connect`."""
 
     def __init__(
-        self, name: str, inbox_prefix: str, roles_api_prefix: str, prefixed_bucket_suffix: str, patience_s: float
+        self,
+        name: str,
+        inbox_prefix: str,
+        roles_api_prefix: str,
+        info_api_prefix: str,
+        prefixed_bucket_suffix: str,
+        patience_s: float,
     ) -> None:
         super().__init__(name, inbox_prefix, patience_s)
         self._roles_api_prefix = roles_api_prefix
+        self._info_api_prefix = info_api_prefix
         self._prefixed_bucket_suffix = prefixed_bucket_suffix
         self._durable_slots = asyncio.Semaphore(MAX_DURABLE_IN_FLIGHT)
         self._id_key = b""  # from the user's seed
@@ -299,6 +321,15 @@ class NatsBus(NatsConnection):
         if status:
             raise BusError(f"{subject}: status {status} {answer.headers.get('Description', '')}")
         return stored_delivery(answer)
+
+    async def bounds(self, stream: str) -> Bounds:
+        """See Bus.bounds. The user must be allowed STREAM.INFO of the stream."""
+        subject = f"{self._info_api_prefix}.STREAM.INFO.{stream}"
+        info = _decode(await self._ask(subject, b""), subject, _infos)
+        _raise(info, f"stream {stream}")
+        state = info.state
+        last_ms = int(datetime.fromisoformat(state.last_ts).timestamp() * 1000) if state.last_seq else 0
+        return Bounds(max(0, state.first_seq - 1), state.last_seq, last_ms)
 
     async def purge(self, stream: str, *, below_seq: int, subject: str = ">") -> None:
         request: dict[str, Any] = {"seq": below_seq}

@@ -11,6 +11,7 @@ import pytest
 
 from services.runtime import bus_nats
 from services.runtime.bus import (
+    Bounds,
     BucketSpec,
     Bus,
     BusUnavailable,
@@ -257,6 +258,23 @@ async def test_purge(place: Place) -> None:
     assert [d.seq for d in await read_all(bus, stream, place.subject(">"))] == [2, 4, 5, 6]
     await bus.purge(stream, below_seq=6)
     assert [d.seq for d in await read_all(bus, stream, place.subject(">"))] == [6]
+
+
+async def test_bounds_tell_an_emptied_stream_from_one_never_used(place: Place) -> None:
+    bus = await place.connect()
+    stream = await place.stream(bus)
+    assert await bus.bounds(stream) == Bounds(gone=0, last_seq=0, last_ms=0)
+    for n in range(1, 4):
+        await bus.publish_durable(place.subject("a"), b"%d" % n, msg_id=f"n{n}")
+    newest = await bus.last(stream, place.subject("a"))
+    assert newest is not None
+    assert await bus.bounds(stream) == Bounds(gone=0, last_seq=3, last_ms=newest.at_ms)
+    await bus.purge(stream, below_seq=3)
+    assert await bus.bounds(stream) == Bounds(gone=2, last_seq=3, last_ms=newest.at_ms)
+    await bus.purge(stream, below_seq=4)
+    assert await bus.bounds(stream) == Bounds(gone=3, last_seq=3, last_ms=newest.at_ms)
+    await bus.publish_durable(place.subject("a"), b"4", msg_id="n4")
+    assert (await bus.bounds(stream)).gone == 3
 
 
 async def test_ensuring_again_changes_and_keeps(place: Place) -> None:

@@ -242,9 +242,10 @@ async def test_a_monitor_hears_and_reads_what_a_feed_publishes(job: JobFile) -> 
     deliveries = [await heard.next(2) for _ in range(3)]
     # Live, a repeated publish is heard again; the stream keeps it once.
     assert [each and each.subject.rpartition(".")[2] for each in deliveries] == ["n2", "n2", "n3"]
-    await operator.close()
     read = [each.seq async for each in monitor.read(f"{JOB}_EV", f"pearl.{JOB}.ev.gpu_reclaimed.n2")]
     assert read == [seq]
+    assert (await monitor.bounds(f"{JOB}_EV")).last_seq == (await operator.bounds(f"{JOB}_EV")).last_seq == seq + 1
+    await operator.close()
     await monitor.close()
     await feed.close()
 
@@ -256,6 +257,9 @@ async def test_a_monitor_publishes_nothing_and_its_reads_write_nothing(job: JobF
         for subject in (EVENT, f"pearl.{JOB}.tel.node_heartbeat.n1", f"pearl.{JOB}.dead.monitor", "_INBOX_agent.x"):
             assert not await intruder.publish(subject), subject
         before = await intruder.client.request(GET_EVENT, b"", timeout=2)
+        info = f"app.api.STREAM.INFO.{JOB}_EV"
+        assert b'"first_seq"' in (await intruder.client.request(info, b"", timeout=2)).data
+        assert await intruder.publish(info, b"", reply=EVENT)
         # It may read; but a reply steered to a stream's subject stays in its own account.
         assert await intruder.publish(GET_EVENT, b"", reply=EVENT)
         assert await intruder.publish(GET_TABLE, b"", reply=EVENT)

@@ -437,9 +437,9 @@ def test_a_loss_excuses_nothing_else(rule: str):
 # -- streams of which the oldest messages were trimmed
 
 
-async def _in_time(tmp_path, run: Run):
+async def _in_time(tmp_path, run: Run, **broker_options: object):
     """The run in the order in which it happens: turns, ends, batch, train step; batch 1 ends its episodes after batch 0's step."""
-    broker = MemoryBroker()
+    broker = MemoryBroker(**broker_options)
     bus = broker.connect()
     for family in ("EV", "JOURNAL", "DEAD"):
         await bus.ensure_stream(StreamSpec(name=f"demo_{family}", subjects=(f"pearl.demo.{STREAMS[family]}.>",)))
@@ -495,6 +495,29 @@ async def test_what_is_left_of_trimmed_events_is_checked_all_the_same(tmp_path):
     assert report.unseen == 2, "the two ends of batch 0 that were trimmed"
 
 
+async def test_no_more_ends_are_unseen_than_events_were_trimmed(tmp_path):
+    """Batch 1 may have begun before the oldest event that is left; but one event is gone, and it misses four ends."""
+    run = own_versions(Run())
+    del run.ends[4:]
+    bus, job = await _in_time(tmp_path, run)
+    job = replace(job, pipeline=replace(job.pipeline, staleness=1))
+    await bus.purge("demo_EV", below_seq=2)  # an end of batch 0
+    report = await collect.check(bus, job)
+    assert {violation.rule for violation in report.violations} == {"end_missing"}
+    assert (report.unseen, report.lost) == (1, 4)
+
+
+@pytest.mark.parametrize(("turn_ms", "lost"), [(160_000, 0), (160_001, 1), (0, 0)])
+def test_an_end_is_not_trimmed_whose_last_turn_was_stored_after_the_oldest_event_left(turn_ms, lost):
+    run = Run()
+    late = {max(end.journal) for end in run.ends if end.batch == 1}
+    run.journal = [replace(each, at_ms=turn_ms if each.seq in late else 5) for each in run.journal]
+    run.ends.pop()
+    expected = replace(EXPECTED, whole_from=2, events_gone=50, events_from_ms=100_000)
+    report = run.check(expected)
+    assert (report.lost, report.unseen, len(report.violations)) == (lost, 1 - lost, lost)
+
+
 def test_train_steps_are_held_against_one_another_after_a_trim():
     run = Run()
     run.batches, run.steps = run.batches[1:], run.steps[1:]
@@ -503,6 +526,62 @@ def test_train_steps_are_held_against_one_another_after_a_trim():
     assert run.check(late).violations == ()
     run.steps.append(replace(run.steps[0], batch=3, version=4))
     assert {"trained_unordered", "trained_unready"} == {violation.rule for violation in run.check(late).violations}
+
+
+async def _refused(bus, event) -> None:
+    """An event that the pipeline scheduler refused, and its letter about it."""
+    seq = await bus.publish_durable(subject_of("demo", event), encode(event), msg_id=f"again {event}")
+    letter = dead_letter("pipeline_scheduler", subject_of("demo", event), encode(event), "refused", seq)
+    await bus.publish_durable(subject_of("demo", letter), encode(letter), msg_id=f"letter {seq}")
+
+
+@pytest.mark.parametrize("emptied", [True, False])
+async def test_what_may_have_been_refused_is_not_judged_where_its_letter_is_gone(tmp_path, emptied):
+    run = own_versions(Run())
+    bus, job = await _in_time(tmp_path, run)
+    await _refused(bus, replace(run.steps[0], batch=7, version=8))
+    await _refused(bus, replace(run.ends[0], reward=0.5, generated_tokens=1))
+    assert (await collect.check(bus, job)).violations == ()
+    if not emptied:
+        await bus.publish_durable("pearl.demo.dead.agent", b"about something else", msg_id="other")
+    await bus.purge("demo_DEAD", below_seq=3)  # days later
+    report = await collect.check(bus, job)
+    assert report.violations == ()
+    assert [(each.stream, each.gone, each.from_ms > 0) for each in report.trimmed] == [("demo_DEAD", 2, not emptied)]
+    assert (report.unjudged, report.completed, report.trained) == (4, 8, 2), "the train steps, and the other end"
+
+
+async def test_what_is_younger_than_the_letters_left_is_judged_as_ever(tmp_path):
+    now = [1_000_000]
+    run = own_versions(Run())
+    bus, job = await _in_time(tmp_path, run, clock=lambda: now[0])
+    await _refused(bus, replace(run.steps[0], batch=7, version=8))
+    await bus.purge("demo_DEAD", below_seq=2)
+    now[0] += 60_001
+    late = replace(run.steps[0], batch=9, version=10)
+    await bus.publish_durable(subject_of("demo", late), encode(late), msg_id="late")
+    twice = replace(run.ends[0], reward=0.25)
+    await bus.publish_durable(subject_of("demo", twice), encode(twice), msg_id="twice")
+    report = await collect.check(bus, job)
+    rules = {violation.rule for violation in report.violations}
+    assert {"trained_unready", "item_wrong"} <= rules
+
+
+async def test_a_lost_end_is_found_though_letters_are_gone(tmp_path):
+    run = own_versions(Run())
+    lost = run.ends.pop(5)
+    bus, job = await _in_time(tmp_path, run)
+    await _refused(bus, replace(lost, reward=0.5))
+    await bus.purge("demo_DEAD", below_seq=2)
+    report = await collect.check(bus, job)
+    assert ({violation.rule for violation in report.violations}, report.lost) == ({"end_missing"}, 1)
+
+
+async def test_an_event_stream_with_nothing_left_is_not_one_never_used(tmp_path):
+    bus, job = await _in_time(tmp_path, own_versions(Run()))
+    await bus.purge("demo_EV", below_seq=1000)
+    (said,) = (await collect.check(bus, job)).trimmed
+    assert said == Trimmed(stream="demo_EV", gone=12)
 
 
 async def test_a_kept_journal_that_was_trimmed_is_said_too(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +13,7 @@ from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
 from messages.ids import DecisionId, Epoch, Incarnation, Mode, PlanId, Role, RoleGeneration, WorkerId
 from messages.monitor import Candidate, DecisionRecord, GpusReturned
-from messages.orchestrator import PlanProgress, WorkerGone
+from messages.orchestrator import PlanProgress, WorkerGone, WorkerReleased
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.monitor.board import Board
 from services.monitor.history import Counts, PlanFold, change_text, changes_of
@@ -61,20 +63,41 @@ def plan(
     )
 
 
+def applied(plan: ReconfigurationPlan, *parts: str) -> list[Message]:
+    """A plan at its cut epoch, and what its executors report."""
+    reports = [PlanProgress(plan_id=plan.plan_id, part=part, report="applied") for part in parts]
+    return [plan, *reports]
+
+
+def all_applied(events: Sequence[Message], overlap: Collection[str]) -> tuple[Message, ...]:
+    """The events, with the report of every executor that has a part in a plan after each cut epoch."""
+    found: list[Message] = []
+    for event in events:
+        if isinstance(event, ReconfigurationPlan) and event.stage == "applying":
+            named = {each.worker in overlap for each in (*event.add, *event.remove, *event.reassign)}
+            found += applied(event, *(("rebuilder", "toggle")[inside] for inside in sorted(named)))
+        else:
+            found.append(event)
+    return tuple(found)
+
+
 C, P, D = Role.COLOCATED, Role.PREFILL, Role.DECODE
-HISTORY = (
-    plan(1, add={"a": C, "b": C}),
-    msgspec.structs.replace(RECORD, decision_id=DecisionId("d2")),
-    plan(2, add={"t": P}, reassign={"a": P, "b": D}, stage="preparing"),
-    plan(2, add={"t": P}, reassign={"a": P, "b": D}),
-    plan(3, remove=("t",)),
-    plan(6, add={"e": P, "f": P}),
-    plan(7, reassign={"e": D}),
-    msgspec.structs.replace(RECORD, decision_id=DecisionId("d4"), forced=True),
-    WorkerGone(worker=WorkerId("b"), incarnation=Incarnation(1), reason="signal:9"),
-    plan(4, reassign={"a": C, "e": C, "f": C}),
-    plan(5, add={"c": C}),
-    PlanProgress(plan_id=PlanId("p5"), part="rebuilder", report="failed"),
+HISTORY = all_applied(
+    (
+        plan(1, add={"a": C, "b": C}),
+        msgspec.structs.replace(RECORD, decision_id=DecisionId("d2")),
+        plan(2, add={"t": P}, reassign={"a": P, "b": D}, stage="preparing"),
+        plan(2, add={"t": P}, reassign={"a": P, "b": D}),
+        plan(3, remove=("t",)),
+        plan(6, add={"e": P, "f": P}),
+        plan(7, reassign={"e": D}),
+        msgspec.structs.replace(RECORD, decision_id=DecisionId("d4"), forced=True),
+        WorkerGone(worker=WorkerId("b"), incarnation=Incarnation(1), reason="signal:9"),
+        plan(4, reassign={"a": C, "e": C, "f": C}),
+        plan(5, add={"c": C}),
+        PlanProgress(plan_id=PlanId("p5"), part="rebuilder", report="failed"),
+    ),
+    ("t",),
 )
 
 
@@ -97,7 +120,7 @@ def test_counts_of_plans_and_borrows() -> None:
     events = [event for event in HISTORY if not isinstance(event, WorkerGone)]
     assert count_plans(events, changes) == {
         "total": 7, "applied": 6, "grow": 2, "shrink": 0, "borrow": 1, "return": 1, "mode_switch": 2, "ratio_change": 1,
-        "other": 0, "forced": 1, "cancelled": 1,
+        "other": 0, "forced": 1, "untold": 0, "cancelled": 1,
     }  # fmt: skip
     assert plans_by_kinds(changes) == {
         "grow": 2, "borrow+mode_switch": 1, "mode_switch": 1, "ratio_change": 1, "return": 1,
@@ -109,27 +132,37 @@ def test_counts_of_plans_and_borrows() -> None:
     assert lending_of([*events, *asked], {"t"}).borrows == {
         "count": 1, "denied_by_gate": 1, "late_returns": 0, "returns": 0, "return_plans": 1,
         "workers_lent": 1, "workers_returned": 1, "workers_lost": 0, "workers_held": 0,
+        "without_plan": 0,
     }  # fmt: skip
 
 
+OVERLAP_SLOTS = ("t1", "t2", "t3", "t4")
 GONE_T3 = WorkerGone(worker=WorkerId("t3"), incarnation=Incarnation(1), reason="signal:9")
 JOURNAL = (
-    plan(1, add={"a": C, "b": C, "c": C}),  # grow
-    plan(2, add={"t1": C, "t2": C}),  # borrow
-    plan(3, add={"t3": C, "t4": C}, remove=("c",)),  # shrink and borrow
-    plan(4, remove=("t1", "t2", "t3")),  # one return of what two borrows lent
-    GpusReturned(batch=0, workers=(WorkerId("t1"), WorkerId("t2"), WorkerId("t3")), deadline_ms=9, at_ms=8),
-    plan(5, add={"t3": C}),  # borrow
-    GONE_T3,  # and lost
-    GONE_T3,  # it is told of twice
-    plan(6, add={"t1": P}, reassign={"a": P, "b": D, "t4": D}),  # borrow and mode switch
-    plan(7, add={"t2": D}, stage="preparing"),  # superseded
-    plan(8, add={"t2": D}),  # a borrow that failed
-    PlanProgress(plan_id=PlanId("p8"), part="toggle", report="vetoed"),
-    plan(9, reassign={"t1": P}),  # nothing that has a name
-    plan(10, remove=("t3",)),  # it is gone already: no return
+    *all_applied(
+        (
+            plan(1, add={"a": C, "b": C, "c": C}),  # grow
+            plan(2, add={"t1": C, "t2": C}),  # borrow
+            plan(3, add={"t3": C, "t4": C}, remove=("c",)),  # shrink and borrow
+            plan(4, remove=("t1", "t2", "t3")),  # one return of what two borrows lent
+            GpusReturned(batch=0, workers=(WorkerId("t1"), WorkerId("t2"), WorkerId("t3")), deadline_ms=9, at_ms=8),
+            plan(5, add={"t3": C}),  # borrow
+            GONE_T3,  # and lost
+            GONE_T3,  # it is told of twice
+            plan(6, add={"t1": P}, reassign={"a": P, "b": D, "t4": D}),  # borrow and mode switch
+            plan(7, add={"t2": D}, stage="preparing"),  # superseded
+        ),
+        OVERLAP_SLOTS,
+    ),
+    plan(8, add={"t2": D}),  # a borrow that was rolled back at its deadline
+    *all_applied(
+        (
+            plan(9, reassign={"t1": P}),  # nothing that has a name
+            plan(10, remove=("t3",)),  # it is gone already: no return
+        ),
+        OVERLAP_SLOTS,
+    ),
 )
-OVERLAP_SLOTS = ("t1", "t2", "t3", "t4")
 
 
 def test_totals_of_a_report_add_up_and_say_what_they_count() -> None:
@@ -140,7 +173,10 @@ def test_totals_of_a_report_add_up_and_say_what_they_count() -> None:
         "borrow": 2, "return": 2, "borrow+mode_switch": 1, "grow": 1, "other": 1, "shrink+borrow": 1,
     }  # fmt: skip
     assert plan_lines(plans, by_kinds) == [
-        ("plans", "10 made = 8 applied + 2 cancelled (superseded, vetoed, failed, or not yet applied at the end)"),
+        (
+            "plans",
+            "10 made = 8 applied + 2 cancelled (superseded, vetoed, failed, rolled back, or not yet applied at the end)",
+        ),
         ("", "8 applied = 2 borrow + 2 return + 1 borrow and mode switch + 1 grow + 1 other + 1 shrink and borrow"),
     ]
     lent = lending_of(JOURNAL, OVERLAP_SLOTS)
@@ -149,6 +185,62 @@ def test_totals_of_a_report_add_up_and_say_what_they_count() -> None:
         ("", "6 workers lent = 3 returned (by 1 plan) + 1 lost + 2 still lent"),
         ("returns", "1 time training asked for its GPUs: for all that were lent then, or about to be; 0 late"),
     ]
+
+
+def released(worker: str, generation: int) -> WorkerReleased:
+    return WorkerReleased(
+        worker=WorkerId(worker),
+        incarnation=Incarnation(1),
+        role_generation=RoleGeneration(generation),
+        freed_bytes=1,
+        took_ms=1,
+    )
+
+
+def test_workers_that_training_took_back_without_a_plan_are_returned() -> None:
+    events: list[Message] = [
+        *applied(plan(1, add={"t1": C, "t2": C}), "toggle"),
+        released("t1", 0),  # the answer to an earlier return
+        released("t2", 2),
+        released("t2", 2),  # told of twice
+        *applied(plan(2, remove=("t1",)), "toggle"),
+        released("t1", 2),
+        *applied(plan(3, add={"t1": C, "t2": C}), "toggle"),
+    ]
+    lent = lending_of(events, OVERLAP_SLOTS)
+    assert (lent.count, lent.workers_lent, lent.workers_returned, lent.without_plan, lent.workers_held) == (
+        2,
+        4,
+        2,
+        1,
+        2,
+    )
+    assert lent.lines()[1] == (
+        "", "4 workers lent = 2 returned (1 by 1 plan, 1 without a plan) + 2 still lent"
+    )  # fmt: skip
+
+
+def test_a_plan_rolled_back_at_its_deadline_is_cancelled_and_one_vetoed_too_late_is_not() -> None:
+    late = PlanProgress(plan_id=PlanId("p2"), part="toggle", report="vetoed")
+    events: list[Message] = [
+        *applied(plan(1, add={"t1": C, "a": C}), "toggle"),  # the rebuilder never answers
+        released("t1", 2),
+        *applied(plan(2, add={"t1": C}), "toggle"),
+        late,
+        plan(3, add={"t2": C}),  # under way when the events end
+    ]
+    changes = changes_of(events, PlanFold(OVERLAP_SLOTS))
+    assert [(each.plan_id, str(each.before), str(each.after)) for each in changes] == [("p2", "none", "1C")]
+    assert (count_plans(events, changes)["cancelled"], lending_of(events, OVERLAP_SLOTS).workers_held) == (2, 1)
+
+
+def test_a_plan_of_which_the_events_do_not_tell_whether_it_was_rolled_back_is_said_to_be() -> None:
+    events = applied(plan(1, add={"t1": C, "a": C}), "rebuilder")
+    changes = changes_of(events, PlanFold(OVERLAP_SLOTS))
+    plans = count_plans(events, changes)
+    assert (changes[0].kinds, plans["applied"], plans["untold"]) == (("grow",), 1, 1)
+    assert any("the events do not tell" in text for _, text in plan_lines(plans, plans_by_kinds(changes)))
+    assert lending_of(events, OVERLAP_SLOTS).workers_lent == 0
 
 
 EVENTS = st.one_of(
@@ -161,10 +253,12 @@ EVENTS = st.one_of(
         stage=st.sampled_from(("preparing", "applying")),
     ),
     st.builds(
-        lambda number, report: PlanProgress(plan_id=PlanId(f"p{number}"), part="toggle", report=report),
+        lambda number, part, report: PlanProgress(plan_id=PlanId(f"p{number}"), part=part, report=report),
         st.integers(1, 12),
+        st.sampled_from(("rebuilder", "toggle")),
         st.sampled_from(("applied", "failed", "vetoed")),
     ),
+    st.builds(released, st.sampled_from("abtuv"), st.integers(0, 2)),
     st.sampled_from("abtuv").map(
         lambda worker: WorkerGone(worker=WorkerId(worker), incarnation=Incarnation(1), reason="exit:1")
     ),
@@ -197,7 +291,7 @@ def test_a_line_says_what_was_predicted_of_both_modes_and_why() -> None:
     assert change_text(change) == "borrow and mode switch 2C -> 2P1D: predicted 4.0 s, 3C 6.0 s; "
     plain = msgspec.structs.replace(change, borrowed=(), kinds=("mode_switch",))
     assert change_text(plain).endswith("; mode switch wins 33.3%")
-    assert change_text(changes_of(HISTORY[:1], PlanFold())[0]) == ""  # growth alone is told by its workers
+    assert change_text(changes_of(HISTORY[:2], PlanFold())[0]) == ""  # growth alone is told by its workers
 
 
 def test_the_board_tells_changes_once() -> None:

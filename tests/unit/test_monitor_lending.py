@@ -6,7 +6,7 @@ from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
 from messages.ids import DecisionId, Epoch, Incarnation, PlanId, PolicyVersion, Role, RoleGeneration, WorkerId
 from messages.monitor import GpusReturned
-from messages.orchestrator import WeightsApplied, WorkerReleased
+from messages.orchestrator import PlanProgress, WeightsApplied, WorkerReleased
 from messages.toggle_manager import TrainerReleased, TrainerResumed
 from services.monitor.lending import Moved, lending_of
 
@@ -30,8 +30,13 @@ def returned(batch: int, deadline_ms: int, at_ms: int) -> GpusReturned:
     return GpusReturned(batch=batch, workers=(WorkerId("t0-w0"),), deadline_ms=deadline_ms, at_ms=at_ms)
 
 
-def test_borrows_are_plans_that_came_to_their_cut_epoch() -> None:
-    events = [plan("p1", "preparing", "t0-w0"), plan("p1", "applying", "t0-w0"), plan("p2", "preparing", "t0-w0")]
+def test_borrows_are_plans_that_were_applied() -> None:
+    events: list[Message] = [
+        plan("p1", "preparing", "t0-w0"),
+        plan("p1", "applying", "t0-w0"),
+        plan("p2", "preparing", "t0-w0"),
+    ]
+    events.insert(2, PlanProgress(plan_id=PlanId("p1"), part="toggle", report="applied"))
     found = lending_of([*events, plan("p3", "applying", "s0-w0")], OVERLAP)
     assert (found.count, found.returns, found.late_returns) == (1, 0, 0)
 

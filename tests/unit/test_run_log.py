@@ -113,3 +113,13 @@ def test_a_job_that_was_done_before_is_said_to_be(tmp_path: Path) -> None:
     steps.take(step(0, 0.0))
     steps.take(step(1, 1.0))
     assert steps.news(0.0).startswith("the job is done: all 2 train steps")
+
+
+def test_the_end_is_told_though_the_first_train_steps_are_in_the_stream_no_more(tmp_path: Path) -> None:
+    steps = TrainSteps(job_of(tmp_path, 3), tmp_path / "job.toml")
+    steps.take(step(1, 0.5))
+    assert steps.news(0.0) == "train step 2 of 3 done, reward 0.500"
+    steps.take(step(2, 1.0))
+    said = "the job is done: all 3 train steps, reward 0.750 -> 0.750 over the 2 that are still in the event stream"
+    assert steps.news(0.0).splitlines()[0] == said
+    assert steps.news(1e9) == "", "once"

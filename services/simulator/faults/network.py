@@ -26,6 +26,7 @@ from messages.subjects import lease_bucket, roles_bucket, roles_feed
 from pearl_state.codec import decode_table
 from services.durable import durable_state
 from services.runtime.bus import (
+    Bounds,
     BucketSpec,
     BusUnavailable,
     Delivery,
@@ -566,6 +567,12 @@ class NetBus:
     async def last(self, stream: str, subject: str) -> Delivery | None:
         await self._reach(stream)
         found = self.network.stream(stream).last(subject)
+        await self._back(stream)
+        return found
+
+    async def bounds(self, stream: str) -> Bounds:
+        await self._reach(stream)
+        found = self.network.stream(stream).bounds()
         await self._back(stream)
         return found
 
