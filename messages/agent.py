@@ -49,7 +49,8 @@ class NotNow(Message, frozen=True, kw_only=True, tag="request.not_now/1"):
     reason: str  # "admission paused", "no worker at version 7", "all workers full", "no worker"
 
 
-# rollout_worker -> edge (the Generate's reply subject). Core NATS; a gap in offsets is an interruption.
+# rollout_worker -> edge (the Generate's reply subject). Core NATS; a gap in offsets is an interruption, and so is a chunk
+# of the attempt that cannot be read.
 class TokenChunk(Bulk, frozen=True, kw_only=True, tag="token.chunk/1", gc=False):
     """Tokens [offset, offset+len) of the reply, counted from the end of the prompt.
 

@@ -61,6 +61,7 @@ class Misplaced(UndecodableMessage):
 
 
 M = TypeVar("M", bound="Message")
+P = TypeVar("P", bound=msgspec.Struct)
 
 LONGEST_REASON: Final = 300
 """Characters of a reason: it quotes what a peer sent, and must fit into log lines and dead letters."""
@@ -168,6 +169,19 @@ def decode(data: bytes, *accepted: type[M]) -> M:
         return _bulk_reader(cls)[1].decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise BadBody(f"{kind}: {error}") from error
+
+
+def part_of(data: bytes, part: type[P]) -> P | None:
+    """The fields that `part` declares, of a message whose body as a whole may not be readable; None if these are not either.
+
+    A body that breaks off, or that is none, has no parts.
+    """
+    if len(data) > MAX_MESSAGE_BYTES:
+        return None
+    try:
+        return msgspec.json.decode(data, type=part) if _is_json(data) else msgspec.msgpack.decode(data, type=part)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 _LONG_NUMBER: Final = re.compile(rb"[0-9]{19}")

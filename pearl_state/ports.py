@@ -75,9 +75,12 @@ class TableReader(Protocol):
 
 
 class TableWriter(Protocol):
-    """What the table's writer needs. `put` raises when the guard does not hold, and when the bus is away."""
+    """What the table's writer needs. `put` raises when the guard does not hold, and when the bus is away.
 
-    async def get(self, bucket: str, key: str) -> StoredValue | None: ...
+    With `from_leader` whoever takes the writes is asked, not a replica that may lag behind.
+    """
+
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False) -> StoredValue | None: ...
 
     async def put(
         self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None

@@ -8,7 +8,8 @@ first on a revision wins, the other is `Deposed` and must stop. The *lease* only
 tells it within seconds when to begin; nothing is wrong if it ever fails to.
 
 Race: a write is stored, its acknowledgement is lost, the bus repeats it and is refused, since the revision has moved.
-The store therefore reads back after any failure: if its own bytes are there, the write has succeeded.
+The store therefore reads back after any failure: if its own bytes are there, the write has succeeded. All reads here ask the
+bucket's leader: what a replica that lags has is neither what a write must follow nor proof that nobody else wrote.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class TableStore:
 
         Raises UnreadableTableError, and what the bus raises.
         """
-        entry = await self._bus.get(self._bucket, TABLE_KEY)
+        entry = await self._bus.get(self._bucket, TABLE_KEY, from_leader=True)
         table = None if entry is None else decode_table(entry.data, self._job)
         self._revision = Revision(0 if entry is None else entry.revision)
         self._table = table
@@ -211,7 +212,7 @@ async def _guarded_put(
     result = await attempt(bus.put(bucket, key, data, last_revision=last_revision, ttl_s=ttl_s))
     if not isinstance(result, Failed):
         return result
-    entry: StoredValue | None = await bus.get(bucket, key)
+    entry: StoredValue | None = await bus.get(bucket, key, from_leader=True)
     if entry is not None and entry.data == data:
         return entry.revision
     if (0 if entry is None else entry.revision) == last_revision:

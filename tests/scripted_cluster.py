@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -81,7 +82,8 @@ class Cluster:
     """Router and worker `a-w0`. `script` says what becomes of the next attempts; an empty one serves them whole.
 
     "cut:n" interrupts after n tokens, "die:n" falls silent after n, "refuse", "lose" drops the request, "not_now" is the router's,
-    "hold:n" waits for `release` after n. Each chunk has `chunk` tokens.
+    "hold:n" waits for `release` after n, "garble:n" sends one chunk after n whose log-probability is no number, and then no more.
+    Each chunk has `chunk` tokens.
     """
 
     def __init__(self, bus: Bus, answer: Answer, *script: str, chunk: int = 3) -> None:
@@ -159,7 +161,7 @@ class Cluster:
             await self.before.wait()
         tokens = whole[begin:] if what == "whole" else whole[begin : begin + int(count)]
         ended = "stop" if whole and whole[-1] in message.stop_ids else "length"
-        finish = {"whole": ended, "cut": "interrupted", "die": "", "hold": ""}[what]
+        finish = {"whole": ended, "cut": "interrupted", "die": "", "garble": "", "hold": ""}[what]
         for index in range(0, len(tokens), self.chunk):
             last = index + self.chunk >= len(tokens)
             await self._say(message, begin + index, tokens[index : index + self.chunk], finish if last else "")
@@ -171,7 +173,9 @@ class Cluster:
             at = begin + len(tokens)
             tokens, finish = whole[begin:], ended
             await self._say(message, at, whole[at:], finish)
-        if what != "die":
+        if what == "garble":
+            await self._say(message, begin + len(tokens), [whole[begin + len(tokens)]], "", logprob=math.nan)
+        elif what != "die":
             self._note(message, len(tokens), finish)
         elif self.on_death is not None:
             self.on_death()
@@ -191,7 +195,9 @@ class Cluster:
             )
         )
 
-    async def _say(self, message: Generate, offset: int, tokens: Sequence[int], finish: str) -> None:
+    async def _say(
+        self, message: Generate, offset: int, tokens: Sequence[int], finish: str, logprob: float | None = None
+    ) -> None:
         piece = TokenChunk(
             request=message.request,
             attempt=message.attempt,
@@ -199,7 +205,9 @@ class Cluster:
             incarnation=message.incarnation,
             offset=offset,
             tokens=list(tokens),
-            logprobs=[-0.25 * (1 + (offset + index) % 4) for index in range(len(tokens))],
+            logprobs=[
+                -0.25 * (1 + (offset + index) % 4) if logprob is None else logprob for index in range(len(tokens))
+            ],
             version=self.version,
             finish=finish,
         )

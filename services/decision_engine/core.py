@@ -38,6 +38,7 @@ class Placed(msgspec.Struct, frozen=True):
     worker: WorkerId
     role: Role
     serves: bool = True
+    switches: bool = False  # from one role to another
 
 
 TRUSTED_STEPS = 2
@@ -158,7 +159,7 @@ class DecisionEngineCore:
     def on_table(self, state: State, table: RoleTable, now_ms: int) -> State:
         """Who serves in which role: tells the incumbent after a shrink, and what served a batch. Decides nothing."""
         placed = tuple(
-            Placed(row.worker, row.role, row.activity is Activity.ACTIVE)
+            Placed(row.worker, row.role, row.activity is Activity.ACTIVE, row.stage is Stage.SWITCHING)
             for row in table.rows
             if row.zone is not Zone.TRAINING
             and row.activity in (Activity.ACTIVE, Activity.TRANSITIONING)
@@ -402,9 +403,10 @@ def _still(state: State, budget: BudgetChanged) -> tuple[Mode, Counts] | None:
     slots = frozenset((*budget.dedicated, *budget.overlap))
     if state.target is None or state.placed is None or set(state.target.usable) <= slots:
         return None
-    roles = [each.role for each in state.placed if each.serves and each.worker in slots]
+    stay = [each for each in state.placed if each.worker in slots]
+    roles = [each.role for each in stay if each.serves]
     split = Role.COLOCATED not in roles
-    if not roles or (not split and set(roles) != {Role.COLOCATED}):
+    if not roles or (not split and set(roles) != {Role.COLOCATED}) or any(each.switches for each in stay):
         return None  # in the middle of a change of mode
     mode = Mode.DISAGGREGATED if split else Mode.COLOCATED
     if mode is state.target.mode:

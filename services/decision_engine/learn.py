@@ -155,6 +155,8 @@ class Learned(msgspec.Struct, frozen=True, kw_only=True):
         return msgspec.structs.replace(self, holding=counts, probed=True, trial_batches=0)
 
     def _measured(self, predicts: Predicts, batch: int, now_ms: int, together: int) -> Observed | None:
+        if not self.served:
+            return None
         done: dict[Counts, float] = {}
         longest: dict[Counts, float] = {}
         ends = [*(each.since_ms for each in self.served[1:]), now_ms]

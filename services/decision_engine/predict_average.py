@@ -31,20 +31,23 @@ def averaged(earlier: Sequence[Averaged], workers: int, train_step: int, logs: M
     own = next((each for each in earlier if each.workers == workers), None)
     if own is None:
         other = next((each for each in reversed(earlier) if each.train_step == train_step), None)
-        weight, shift = (other.weight, other.shift) if other is not None else (1.0, 0.0)
-        found = {prefill: log + shift for prefill, log in logs.items()}
-        return Averaged(workers, train_step, weight, shift, _pairs(found))
-    known = dict(own.logs)
-    if own.train_step == train_step:  # this sample is in it
-        found = {prefill: known.get(prefill, log + own.shift) for prefill, log in logs.items()}
-        return msgspec.structs.replace(own, logs=_pairs({**known, **found}))
-    before = own.weight * KEEP ** max(1, train_step - own.train_step)
-    both = {
-        prefill: (before * known[prefill] + log) / (before + 1) for prefill, log in logs.items() if prefill in known
-    }
-    shift = sum(log - logs[prefill] for prefill, log in both.items()) / len(both) if both else 0.0
-    found = {prefill: both.get(prefill, log + shift) for prefill, log in logs.items()}
-    return Averaged(workers, train_step, before + 1, shift, _pairs(found))
+        own = Averaged(workers, train_step, 1.0, 0.0, ())
+        if other is not None:
+            own = msgspec.structs.replace(own, weight=other.weight, shift=other.shift)
+    elif own.train_step != train_step:
+        weight = own.weight * KEEP ** max(1, train_step - own.train_step) + 1
+        known = [(log, logs[prefill]) for prefill, log in own.logs if prefill in logs]
+        shift = sum(log - newest for log, newest in known) / len(known) * (weight - 1) / weight if known else 0.0
+        own = Averaged(workers, train_step, weight, shift, (), own.logs)
+    before = dict(own.before)  # now this sample is the newest in it, were it asked about before or not
+
+    def both(prefill: int, log: float) -> float:
+        if prefill not in before:
+            return log + own.shift
+        return ((own.weight - 1) * before[prefill] + log) / own.weight
+
+    found = {prefill: both(prefill, log) for prefill, log in logs.items()}
+    return msgspec.structs.replace(own, logs=tuple(sorted({**dict(own.logs), **found}.items())))
 
 
 def kept(earlier: Sequence[Averaged], options: Sequence[Candidate], train_step: int) -> tuple[Averaged, ...]:
@@ -60,7 +63,3 @@ def kept(earlier: Sequence[Averaged], options: Sequence[Candidate], train_step: 
 def logs_of(alone_s: float, split_s: Mapping[int, float]) -> dict[int, float]:
     """By number of prefill workers: the logarithm of the makespan over colocation's. None of what takes no time."""
     return {prefill: math.log(took_s / alone_s) for prefill, took_s in split_s.items() if took_s > 0 and alone_s > 0}
-
-
-def _pairs(logs: Mapping[int, float]) -> tuple[tuple[int, float], ...]:
-    return tuple(sorted(logs.items()))

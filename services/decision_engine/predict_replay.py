@@ -13,6 +13,7 @@ recently used going first. It shares no code with `services.timing`, which judge
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from typing import Final
@@ -20,6 +21,8 @@ from typing import Final
 from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, Replayed, Turns
 
 SLACK: Final = 1e-9
+LEAST_S: Final = 1e-6
+"""No iteration is taken to be shorter: constants that are 0 would let no time go by."""
 NEVER: Final = float("inf")
 GOLDEN: Final = 0.6180339887498949
 SILVER: Final = 0.4142135623730951
@@ -345,11 +348,13 @@ class _Run:
             if worker.prompts:
                 self.begin(worker, iteration_s, now)
             else:
-                worker.rate = 1 / iteration_s if iteration_s > 0 else 1e12
+                worker.rate = 1 / max(iteration_s, LEAST_S)
         due = worker.group_end_s if worker.group else -1.0
         if ends:
             left = ends[0][0] - worker.clock
             first = now + left / worker.rate if left > 0 else now
+            if left > 0 and first == now:  # too little to tell: time must go on
+                first = math.nextafter(now, math.inf)
             if due < 0 or first < due:
                 due = first
         if due < 0:
@@ -381,7 +386,7 @@ class _Run:
             iterations = chunks
         took_s = iterations * iteration_s + tokens * self.machine.prefill_s
         worker.group_end_s = now + took_s
-        worker.rate = iterations / took_s if took_s > 0 else 1e12
+        worker.rate = iterations / max(took_s, LEAST_S)
 
 
 def replay(

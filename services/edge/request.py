@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Final, Protocol
 
 from messages.agent import Assignment, NotNow, TokenChunk
-from messages.envelope import UndecodableMessage, decode, encode
+from messages.envelope import UndecodableMessage, decode, encode, part_of, tag_of
 from messages.router import AssignRequest
 from messages.subjects import subject_of
 from pearl_state.model import RoleTable
@@ -31,6 +31,7 @@ from services.edge.request_state import (
     RequestSpec,
     RequestState,
     Run,
+    Unreadable,
     WorkerLost,
     is_lost,
 )
@@ -59,6 +60,8 @@ FEW: Final = 4
 GATHER_S: Final = 0.003
 """For so long messages gather then: one write for many requests costs the sender, the broker and the worker little more than one
 for one (docs/gateway.md), and no reply of a model is so short that its client would notice."""
+
+CHUNK: Final = tag_of(TokenChunk)
 
 log = get_logger("edge")
 
@@ -300,6 +303,10 @@ class RequestEdge:
             if self.undecodable.bit_count() == 1:  # the 1st, 2nd, 4th, 8th ...: a flood is told of, not copied
                 text = f"refused a message on {delivery.subject} ({self.undecodable} so far): {error.reason}"
                 log.warning(text, action="chunk_refused")
+            part = part_of(delivery.data, Unreadable)
+            running = self._running.get(part.request) if part is not None and part.kind == CHUNK else None
+            if part is not None and running is not None:
+                running.take(part, self._now_ms())
             return
         running = self._running.get(chunk.request)
         if running is None:

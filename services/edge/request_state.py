@@ -87,6 +87,16 @@ class WorkerLost(msgspec.Struct, frozen=True):
     """The role table shows that the attempt's worker no longer runs it."""
 
 
+class Unreadable(msgspec.Struct, frozen=True):
+    """A chunk of which no more than this can be read."""
+
+    kind: str
+    request: RequestId
+    attempt: int
+    worker: WorkerId
+    incarnation: Incarnation
+
+
 class Ask(msgspec.Struct, frozen=True):
     """Ask a router."""
 
@@ -112,7 +122,7 @@ class Journal(msgspec.Struct, frozen=True):
     interruption: Interruption
 
 
-Event = Assignment | NotNow | TokenChunk | NoAnswer | Elapsed | WorkerLost
+Event = Assignment | NotNow | TokenChunk | Unreadable | NoAnswer | Elapsed | WorkerLost
 Effect = Ask | Run | Cancel | Journal
 
 
@@ -165,12 +175,14 @@ class RequestState:
     def step(self, event: Event, now_ms: float) -> tuple[Effect, ...]:
         """Take one event. Events out of place are dropped."""
         if self.done:
-            if isinstance(event, TokenChunk):
+            if isinstance(event, TokenChunk | Unreadable):
                 self.late += 1
             return ()
         match event:
             case TokenChunk():
                 return self._on_chunk(event, now_ms)
+            case Unreadable():
+                return self._on_unreadable(event, now_ms)
             case Assignment():
                 return self._on_assignment(event, now_ms)
             case NotNow():
@@ -348,6 +360,20 @@ class RequestState:
         if chunk.finish:
             return self._interrupted("interrupted", now_ms)
         return ()
+
+    def _on_unreadable(self, chunk: Unreadable, now_ms: float) -> tuple[Effect, ...]:
+        """What it held is missing now, as if it had been lost; from the prefill side it matters before the first token only."""
+        held = self.assignment
+        if held is None or chunk.attempt != self.attempt or chunk.request != self.spec.request:
+            self.late += 1
+            return ()
+        by = (chunk.worker, chunk.incarnation)
+        prefills = by == (held.prefill_worker, held.prefill_incarnation) and len(self.tokens) == self._start
+        if not prefills and by != (held.worker, held.incarnation):
+            self.late += 1
+            return ()
+        self.gaps += 1
+        return self._interrupted("gap", now_ms, by=chunk.worker)
 
     def _on_prefill_chunk(self, chunk: TokenChunk, now_ms: float) -> tuple[Effect, ...]:
         """The prefill side only says that it will not, or that it stopped before its part was done."""

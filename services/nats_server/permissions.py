@@ -214,6 +214,9 @@ def users(job: JobFile) -> tuple[User, ...]:
                 f"$KV.{lease}.>",
                 *reading(f"KV_{roles}"),
                 *reading(f"KV_{lease}"),
+                # of the leader, and not of a replica that may lag behind it
+                f"$JS.API.STREAM.MSG.GET.KV_{roles}",
+                f"$JS.API.STREAM.MSG.GET.KV_{lease}",
             ),
             subscribe=(f"{inbox_prefix(TABLES_USER)}.>",),
         )

@@ -350,7 +350,8 @@ class Orchestrator:
                 if look:
                     await self._pause(LOOK_AGAIN_S)
                 entry = await self._persist(
-                    lambda: self._tables.get(roles_bucket(self._job), TABLE_KEY), "look at the role table"
+                    lambda: self._tables.get(roles_bucket(self._job), TABLE_KEY, from_leader=True),
+                    "look at the role table",
                 )
                 if entry is not None and entry.revision > self._store.revision:
                     raise Deposed(f"the role table of job {self._job} was written by someone else")
@@ -585,7 +586,7 @@ class Orchestrator:
             try:
                 return await action()
             except (BusUnavailable, WrongLastSequence) as error:
-                # A guarded write is refused, and the value read back fits the guard: that replica lags. The next look tells.
+                # A guarded write is refused, and the value read back fits the guard: the leader has changed. The next look tells.
                 self._log.warning(f"cannot {what} ({error}); trying again", action="orchestrator.bus_away")
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._stop.wait(), wait_s)

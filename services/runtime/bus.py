@@ -187,7 +187,13 @@ class Bus(Protocol):
         """Delete messages with sequence < `below_seq`."""
         ...
 
-    async def get(self, bucket: str, key: str) -> Entry | None: ...
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False) -> Entry | None:
+        """A bucket's value; any replica answers, and one that lags may give an older one, or none.
+
+        `from_leader`: the replica that takes the writes answers, so all that was acknowledged before is seen. For users that may
+        ask for it (the table's writer). Raises BusUnavailable, Denied.
+        """
+        ...
 
     async def put(
         self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None

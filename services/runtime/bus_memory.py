@@ -172,6 +172,7 @@ class MemoryBroker:
         self.buses: list[MemoryBus] = []
         self.up = True
         self.waiters: list[asyncio.Event] = []
+        self.lagging: dict[tuple[str, str], Entry | None] = {}  # what a replica that lags has of a bucket's key
         self.inboxes = count(1)
         self._turn = 0
 
@@ -189,6 +190,14 @@ class MemoryBroker:
     def go_down(self) -> None:
         """The broker is away: publishes fail, core messages are lost, fetches are empty. What it stored stays."""
         self.up = False
+
+    def lag(self, bucket: str, key: str) -> None:
+        """From now on the replica that answers reads of this value keeps the present one, while the leader takes writes."""
+        self.lagging[bucket, key] = self.bucket(bucket).get(key, self.clock())
+
+    def catch_up(self) -> None:
+        """No replica lags any more."""
+        self.lagging.clear()
 
     def snapshot(self) -> object:
         """What is stored now, to be given to `go_back`."""
@@ -474,9 +483,11 @@ class MemoryBus:
             if seq < below_seq and matches(subject, stored.subject):
                 kept.drop(seq)
 
-    async def get(self, bucket: str, key: str) -> Entry | None:
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False) -> Entry | None:
         if not self.broker.up:
             raise BusUnavailable(f"bucket {bucket}: the broker is away")
+        if not from_leader and (bucket, key) in self.broker.lagging:
+            return self.broker.lagging[bucket, key]
         return self.broker.bucket(bucket).get(key, self.broker.clock())
 
     async def put(

@@ -50,6 +50,7 @@ WRONG_LAST: Final = (10071, 10164)
 AWAY: Final = (429, 503)  # too much at once; no leader just now
 NAME_IN_USE: Final = 10058
 STREAM_NOT_FOUND: Final = 10059
+NO_MESSAGE: Final = 10037
 BEING_STORED: Final = 10158  # the first copy of this message has no majority yet: the retry came too soon
 
 
@@ -67,6 +68,20 @@ class _Answer(msgspec.Struct, frozen=True):
     stream: str = ""
 
 
+class _StoredMessage(msgspec.Struct, frozen=True):
+    seq: int
+    time: str
+    data: bytes = b""
+    hdrs: bytes = b""
+
+
+class _MessageAnswer(msgspec.Struct, frozen=True):
+    """What the leader of a stream answers to a read of one message."""
+
+    error: _ApiError | None = None
+    message: _StoredMessage | None = None
+
+
 class _State(msgspec.Struct, frozen=True):
     """Of a stream, in the answer to STREAM.INFO."""
 
@@ -79,8 +94,10 @@ class _Info(_Answer, frozen=True):
     state: _State = _State()
 
 
-A = TypeVar("A", bound=_Answer)
+A = TypeVar("A", _Answer, _MessageAnswer, _Info)
+
 _answers = msgspec.json.Decoder(_Answer)
+_message_answers = msgspec.json.Decoder(_MessageAnswer)
 _infos = msgspec.json.Decoder(_Info)
 
 
@@ -308,7 +325,7 @@ class NatsBus(NatsConnection):
     async def bounds(self, stream: str) -> Bounds:
         """See Bus.bounds. The user must be allowed STREAM.INFO of the stream."""
         subject = f"{self._info_api_prefix}.STREAM.INFO.{stream}"
-        info = _decoded(await self._ask(subject, b""), subject, _infos)
+        info = _decode(await self._ask(subject, b""), subject, _infos)
         _raise(info, f"stream {stream}")
         state = info.state
         last_ms = int(datetime.fromisoformat(state.last_ts).timestamp() * 1000) if state.last_seq else 0
@@ -368,13 +385,31 @@ class NatsBus(NatsConnection):
 
     # -- buckets ------------------------------------------------------------------------------------------------------
 
-    async def get(self, bucket: str, key: str) -> Entry | None:
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False) -> Entry | None:
         foreign = self._roles_api_prefix and bucket.endswith(self._prefixed_bucket_suffix)
+        if from_leader:
+            assert not foreign, f"the leader of bucket {bucket} is asked only by users of the bucket's own account"
+            return await self._get_from_leader(bucket, key)
         prefix = self._roles_api_prefix if foreign else "$JS.API"
         found = await self._direct(f"KV_{bucket}.$KV.{bucket}.{key}", None, prefix)
         if found is None or "KV-Operation" in found.headers or "Nats-Marker-Reason" in found.headers:
             return None
         return Entry(key, found.data, found.seq, found.at_ms)
+
+    async def _get_from_leader(self, bucket: str, key: str) -> Entry | None:
+        """By the stream's own API and not by a direct read: only its leader answers there, in JSON."""
+        subject = f"$JS.API.STREAM.MSG.GET.KV_{bucket}"
+        request = msgspec.json.encode({"last_by_subj": f"$KV.{bucket}.{key}"})
+        answer = _decode(await self._ask(subject, request), subject, _message_answers)
+        if answer.error is not None and answer.error.err_code == NO_MESSAGE:
+            return None
+        _raise(answer, subject)
+        found = answer.message
+        if found is None:
+            raise BusError(f"{subject}: the server's answer holds neither a message nor an error")
+        if b"KV-Operation:" in found.hdrs or b"Nats-Marker-Reason:" in found.hdrs:
+            return None
+        return Entry(key, found.data, found.seq, int(datetime.fromisoformat(found.time).timestamp() * 1000))
 
     async def put(
         self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None
@@ -394,18 +429,14 @@ def _id_key(seed_file: str | Path) -> bytes:
     return hashlib.sha256(b"message ids " + Path(seed_file).read_bytes().strip()).digest()
 
 
-def _decode(msg: Any, subject: str) -> _Answer:
-    return _decoded(msg, subject, _answers)
-
-
-def _decoded(msg: Any, subject: str, decoder: msgspec.json.Decoder[A]) -> A:
+def _decode(msg: Any, subject: str, answers: msgspec.json.Decoder[A] = _answers) -> A:
     try:
-        return decoder.decode(msg.data)
+        return answers.decode(msg.data)
     except msgspec.MsgspecError as error:
         raise BusError(f"{subject}: the server's answer is not readable: {error}") from error
 
 
-def _raise(answer: _Answer, what: str) -> None:
+def _raise(answer: _Answer | _MessageAnswer, what: str) -> None:
     if answer.error is not None:
         kind = BusUnavailable if answer.error.code in AWAY else BusError
         raise kind(f"{what}: {answer.error.description} (code {answer.error.err_code})")

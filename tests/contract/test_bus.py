@@ -420,6 +420,37 @@ async def test_a_bucket_value_is_guarded_by_its_revision(place: Place) -> None:
     assert third > second
 
 
+async def test_the_leader_of_a_bucket_has_what_was_put_last(place: Place) -> None:
+    bus = await place.connect()
+    await bus.ensure_bucket(BucketSpec(name=place.name, max_bytes=1 << 20, ttl_allowed=True))
+    assert await bus.get(place.name, "k", from_leader=True) is None
+    first = await bus.put(place.name, "k", b"", last_revision=0)
+    binary = bytes(range(256))
+    second = await bus.put(place.name, "k", binary, last_revision=first)
+    entry = await bus.get(place.name, "k", from_leader=True)
+    assert entry is not None and (entry.key, entry.data, entry.revision) == ("k", binary, second)
+    assert entry == await bus.get(place.name, "k")
+    await bus.put(place.name, "short", b"a", last_revision=0, ttl_s=1)
+    assert await bus.get(place.name, "short", from_leader=True) is not None
+    async with asyncio.timeout(6):
+        while await bus.get(place.name, "short", from_leader=True) is not None:  # noqa: ASYNC110 - as below
+            await asyncio.sleep(0.1)
+
+
+async def test_a_replica_that_lags_answers_who_does_not_ask_the_leader() -> None:
+    """In memory only: a real broker's replicas lag when they like."""
+    broker = MemoryBroker()
+    bus = broker.connect()
+    await bus.ensure_bucket(BucketSpec(name="b"))
+    broker.lag("b", "k")
+    await bus.put("b", "k", b"1", last_revision=0)
+    assert await bus.get("b", "k") is None
+    entry = await bus.get("b", "k", from_leader=True)
+    assert entry is not None and entry.data == b"1"
+    broker.catch_up()
+    assert await bus.get("b", "k") == entry
+
+
 async def test_a_bucket_value_with_a_ttl_ends(place: Place) -> None:
     bus = await place.connect()
     await bus.ensure_bucket(BucketSpec(name=place.name, max_bytes=1 << 20, ttl_allowed=True))
@@ -533,6 +564,8 @@ async def test_what_a_user_may_not_do_is_said_at_once(tmp_path: Path) -> None:
                 await user.request("s.Secret", b"", SOON_S)
             with pytest.raises(Denied):
                 await user.last("S", "s.ok")
+            with pytest.raises(Denied):
+                await user.get("b", "k", from_leader=True)
             deaf = await user.subscribe("s.ok")
             with pytest.raises(Denied):
                 await deaf.next(SOON_S)

@@ -95,6 +95,19 @@ async def test_the_slower_of_two_writers_is_deposed(broker: MemoryBroker) -> Non
         await two.write(table(1, version=1))
 
 
+async def test_what_a_replica_that_lags_has_is_not_the_table(broker: MemoryBroker) -> None:
+    store, late = TableStore(broker.connect(), JOB), TableStore(broker.connect(), JOB)
+    await store.restore()
+    await store.write(table(1))
+    await late.restore()
+    broker.lag(roles_bucket(JOB), TABLE_KEY)
+    await store.write(table(2))
+    with pytest.raises(Deposed):  # and not "the value read back fits the guard: try again"
+        await late.write(table(2, version=1))
+    assert await late.restore() == table(2)
+    await late.write(table(3))
+
+
 class LosesAnswers:
     """A bus whose first write is stored, but whose answer never arrives."""
 
@@ -103,8 +116,8 @@ class LosesAnswers:
         self._stores = stores
         self._lost = False
 
-    async def get(self, bucket: str, key: str):
-        return await self._bus.get(bucket, key)
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False):
+        return await self._bus.get(bucket, key, from_leader=from_leader)
 
     async def put(
         self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None
@@ -155,8 +168,8 @@ class Slow:
         self._bus = broker.connect()
         self.now_s = 100.0
 
-    async def get(self, bucket: str, key: str):
-        return await self._bus.get(bucket, key)
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False):
+        return await self._bus.get(bucket, key, from_leader=from_leader)
 
     async def put(
         self, bucket: str, key: str, data: bytes, *, last_revision: int | None, ttl_s: int | None = None

@@ -16,7 +16,7 @@ import pytest_asyncio
 from nats.aio.client import Client
 
 from messages.ids import Epoch, Gpu, NodeId, PolicyVersion, Role, WorkerId, Zone
-from messages.subjects import TABLE_KEY, roles_bucket, roles_feed
+from messages.subjects import LEASE_KEY, TABLE_KEY, lease_bucket, roles_bucket, roles_feed
 from pearl_state.codec import encode_table
 from pearl_state.model import RoleTable, Row
 from pearl_state.store import Deposed, Lease, TableStore
@@ -122,6 +122,7 @@ async def test_no_service_can_put_the_table_or_speak_on_its_feed(job: JobFile, u
         assert not await intruder.publish(FEED, encode_table(table(99)))
         assert not await intruder.publish(f"$JS.API.STREAM.PURGE.KV_{roles_bucket(JOB)}")
         assert not await intruder.publish(f"$JS.API.STREAM.DELETE.KV_{roles_bucket(JOB)}")
+        assert not await intruder.publish(f"$JS.API.STREAM.MSG.GET.KV_{roles_bucket(JOB)}", reply=KEY)
 
 
 async def test_a_request_to_oneself_with_the_key_as_reply_is_refused(job: JobFile) -> None:
@@ -319,6 +320,8 @@ async def test_a_write_reaches_the_replicas_and_a_stale_writer_is_deposed(job: J
             with pytest.raises(Deposed):
                 await old.write(table(2, version=8))
             assert (await new.restore()) == table(2, version=7)
+            for bucket, key in ((roles_bucket(JOB), TABLE_KEY), (lease_bucket(JOB), LEASE_KEY)):
+                assert await first.get(bucket, key, from_leader=True) == await first.get(bucket, key)
             with pytest.raises(AssertionError):
                 await new.write(table(4))
     finally:

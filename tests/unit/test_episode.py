@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+import msgspec
 import pytest
 
 from messages.agent import (
@@ -184,7 +185,9 @@ async def _drain(subscription):
         yield delivery
 
 
-@pytest.mark.parametrize("incident", ["cut:3", "cut:0", "die:2", "die:0", "lose", "refuse", "not_now"])
+@pytest.mark.parametrize(
+    "incident", ["cut:3", "cut:0", "die:2", "die:0", "garble:2", "garble:0", "lose", "refuse", "not_now"]
+)
 async def test_an_incident_in_the_middle_changes_nothing_of_the_trajectory(incident):
     async with World() as calm, World("whole", incident) as world:
         await calm.run()
@@ -192,7 +195,7 @@ async def test_an_incident_in_the_middle_changes_nothing_of_the_trajectory(incid
         assert [turn.reply for turn in await world.turns()] == [turn.reply for turn in await calm.turns()]
         assert (await world.ends())[0].reward == 3.0
         cuts = [e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted)]
-        causes = {"cut": "interrupted", "die": "silence", "lose": "silence"}
+        causes = {"cut": "interrupted", "die": "silence", "garble": "gap", "lose": "silence"}
         expected = causes.get(incident.partition(":")[0])
         assert [cut.cause for cut in cuts] == ([expected] if expected else [])
         report = await world.report()
@@ -213,6 +216,30 @@ async def test_a_worker_that_the_table_shows_gone_is_given_up_before_it_is_silen
         await asyncio.wait_for(world.run(), 5)
         cut = next(e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted))
         assert (cut.cause, cut.prefix_len, cut.received) == ("worker_gone", 0, 2)
+        assert (await world.report()).violations == ()
+
+
+async def test_a_chunk_that_cannot_be_read_is_not_waited_out_as_silence():
+    job = job_of()
+    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
+    async with World("garble:2", job=job) as world:
+        edge = await world.edge()
+        # Of a kind, a request or a form that is none of ours: counted, and nothing else.
+        head = {"kind": "token.chunk/1", "request": "nobody's", "attempt": 1, "worker": "a-w0", "incarnation": 1}
+        for nonsense in (
+            b"",
+            b"{",
+            b"\x81",
+            msgspec.msgpack.encode(head),
+            msgspec.msgpack.encode({**head, "kind": "turn.finished/1"}),
+        ):
+            await world.bus.publish("pearl.demo.tok.e1", nonsense)
+        await asyncio.wait_for(world.episode(edge).run(), 30)
+        assert edge.undecodable == 6
+        await edge.stop()
+        (cut,) = [e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted)]
+        assert (cut.cause, cut.prefix_len, cut.received) == ("gap", 0, 2)
+        assert [cancel.attempt for cancel in world.cluster.cancels] == [1]
         assert (await world.report()).violations == ()
 
 

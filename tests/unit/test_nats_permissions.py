@@ -69,6 +69,11 @@ def test_only_the_table_writer_may_write_what_is_in_ctrl() -> None:
         assert not any(subject.startswith("pearl.j.roles") for subject in user.publish), user
 
 
+def test_only_the_table_writer_asks_leaders_for_what_is_stored() -> None:
+    asks = {(user.name, each) for user in users(JOB) for each in user.publish if ".STREAM.MSG.GET." in each}
+    assert asks == {("orchestrator_tables", f"$JS.API.STREAM.MSG.GET.KV_{bucket}") for bucket in ("j_roles", "j_lease")}
+
+
 def test_nobody_but_administrators_may_say_or_hear_everything() -> None:
     for user in users(JOB):
         assert user.admin or ">" not in (*user.publish, *user.subscribe), user

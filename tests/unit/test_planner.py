@@ -15,7 +15,7 @@ from messages.monitor import DecisionRecord, Observed
 from messages.orchestrator import TargetConfiguration
 from pearl_state.model import RoleTable, Row
 from services.decision_engine import predict
-from services.decision_engine.choose import Policy, Replays, Running, choose
+from services.decision_engine.choose import Choice, Policy, Replays, Running, choose
 from services.decision_engine.config import Config, Planner
 from services.decision_engine.core import DecisionEngineCore, State
 from services.decision_engine.correct import correction, smoothed
@@ -229,7 +229,36 @@ def test_no_time_at_all_is_predicted_and_not_divided_by() -> None:
     )
     sample = tuple(tuple(0 if at % 3 == 2 else value for at, value in enumerate(each)) for each in SAMPLE)
     options = predict.candidates(nothing, 4, msgspec.structs.replace(EVIDENCE, sample=sample))
-    assert len(options) == 4 and all(each.feasible and 0 <= (each.makespan_s or 0.0) < 1e-6 for each in options)
+    assert len(options) == 4 and all(each.feasible and 0 <= (each.makespan_s or 0.0) < 0.1 for each in options)
+
+
+@pytest.mark.parametrize("empty", [False, True])
+@pytest.mark.parametrize("constants", [(0.0, 4e-4, 4e-5), (0.0, 4e-4, 0.0), (0.0, 0.0, 4e-5), (8e-3, 0.0, 0.0)])
+def test_constants_that_are_zero_let_time_go_by(constants: tuple[float, float, float], empty: bool) -> None:
+    """A profile may say so: measured costs are clipped at 0, and a first prompt may be all in the cache."""
+    profile = msgspec.structs.replace(PROFILE, A_s=constants[0], b_s=constants[1], t_prefill_s=constants[2], B=8)
+    sample = tuple((0, *each[1:]) for each in SAMPLE) if empty else SAMPLE
+    evidence = Evidence(sample=sample, limits=Limits(replay_turns=100))
+    for fused in (0, 1):
+        limits = msgspec.structs.replace(evidence.limits, fused=fused)
+        options = predict.candidates(profile, 3, msgspec.structs.replace(evidence, limits=limits))
+        assert len(options) == 3 and all(each.makespan_s and math.isfinite(each.makespan_s) for each in options)
+
+
+def test_what_runs_is_compared_alike_before_and_after_its_sample_is_remembered() -> None:
+    """Else a decision would change with nothing new: on the next event, by the same profile."""
+    split = Running(mode=Mode.DISAGGREGATED, prefill=3, decode=5, colocated=0)
+    known = kept((), predict.candidates(PROFILE, 8, EVIDENCE), -1)
+    newer = msgspec.structs.replace(EVIDENCE, sample=SAMPLE[:9], averages=known)
+
+    def chosen(evidence: Evidence) -> Choice:
+        return choose(PROFILE, 8, split, Policy(), Replays(PROFILE, Policy(), evidence, Stakes(role_s=0.0)))
+
+    first = chosen(newer)
+    again = chosen(msgspec.structs.replace(newer, averages=kept(known, first.candidates, PROFILE.train_step)))
+    assert first.incumbent is not None and again.incumbent is not None
+    assert again.incumbent.makespan_s == pytest.approx(first.incumbent.makespan_s, rel=1e-9)
+    assert again.chosen.prefill == first.chosen.prefill and again.reason == first.reason
 
 
 # ---- several samples ----
@@ -448,6 +477,8 @@ def test_a_batch_that_many_configurations_served_says_nothing() -> None:
     assert learned.broken and len(learned.served) <= 12
     after = learned.on_batch_end(lambda _: 50.0, 1, 50_000)
     assert after.observed == () and not after.broken
+    nobody = Learned(ended_ms=1).on_batch_end(lambda _: 50.0, 1, 50_000)
+    assert nobody.observed == (), "no table was seen yet"
     half = Learned(ended_ms=1).on_serving((0, 0, 4), 1).on_serving((0, 0, 6), 25_000)
     assert half.on_batch_end(lambda _: 50.0, 1, 50_000).observed == ()
     mostly = Learned(ended_ms=1).on_serving((0, 0, 4), 1).on_serving((0, 0, 6), 45_000)
@@ -522,8 +553,17 @@ def test_a_mode_whose_newcomers_never_came_is_not_what_runs(
     running = records[-1].running
     assert running is not None and running.mode is mode
     assert (running.prefill, running.decode, running.colocated) == serving
-    # Without a loss the last target is what runs: its workers are still coming.
-    state, records, _ = run(msgspec.structs.replace(state, target=target), (4, table(2, *serving)), (5, budget(3, 6)))
+    # In the middle of a change of mode the last target is what runs,
+    switching = table(3, *serving)
+    rows = (msgspec.structs.replace(switching.rows[0], stage=Stage.SWITCHING), *switching.rows[1:])
+    state, records, _ = run(
+        msgspec.structs.replace(state, target=target),
+        (4, msgspec.structs.replace(switching, rows=rows)),
+        (4, budget(4, 2)),
+    )
+    assert records[-1].running is not None and records[-1].running.mode is target.mode
+    # and without a loss: its workers are still coming.
+    state, records, _ = run(msgspec.structs.replace(state, target=target), (5, table(4, *serving)), (6, budget(5, 6)))
     assert records[-1].running is not None and records[-1].running.mode is target.mode
 
 

@@ -18,6 +18,7 @@ from services.edge.request_state import (
     RequestSpec,
     RequestState,
     Run,
+    Unreadable,
     WorkerLost,
     is_lost,
 )
@@ -167,6 +168,39 @@ def test_a_gap_ends_an_attempt_and_keeps_what_came_before():
     assert isinstance(journal, Journal)
     assert (journal.interruption.cause, journal.interruption.received) == ("gap", 1)
     assert state.tokens == [10] and state.gaps == 1
+
+
+def unreadable(state, worker="a-w0", incarnation=1, attempt=None) -> Unreadable:
+    attempt = state.attempt if attempt is None else attempt
+    return Unreadable("token.chunk/1", state.spec.request, attempt, worker, incarnation)
+
+
+def test_a_chunk_that_cannot_be_read_is_a_gap_at_once():
+    state = running()
+    state.step(chunk(state, 0, [10]), 1)
+    for other in (unreadable(state, "b-w0"), unreadable(state, incarnation=2), unreadable(state, attempt=2)):
+        assert state.step(other, 2) == ()
+    cancel, journal, ask = state.step(unreadable(state), 2)
+    assert isinstance(cancel, Cancel) and cancel.workers == ("a-w0",)
+    assert isinstance(journal, Journal) and isinstance(ask, Ask)
+    assert (journal.interruption.cause, journal.interruption.received) == ("gap", 1)
+    assert (state.tokens, state.gaps, state.late) == ([10], 1, 3)
+    assert state.step(unreadable(state, attempt=1), 3) == () and state.attempt == 2
+
+
+def test_a_prefill_side_that_cannot_be_read_matters_before_the_first_token():
+    def paired() -> RequestState:
+        state = begun()
+        state.step(assignment(state, prefill_worker="p-w0", prefill_incarnation=3, prefill_endpoint="h:1"), 0)
+        return state
+
+    state = paired()
+    _, journal, ask = state.step(unreadable(state, "p-w0", 3), 1)
+    assert isinstance(journal, Journal) and journal.interruption.cause == "gap"
+    assert isinstance(ask, Ask) and ask.message.avoid == ("p-w0",)
+    state = paired()
+    state.step(chunk(state, 0, [10]), 1)
+    assert state.step(unreadable(state, "p-w0", 3), 2) == () and state.attempt == 1
 
 
 def test_duplicates_add_nothing():

@@ -583,7 +583,8 @@ class NetBus:
             if seq < below_seq and matches(subject, stored.subject):
                 kept.drop(seq)
 
-    async def get(self, bucket: str, key: str) -> Entry | None:
+    async def get(self, bucket: str, key: str, *, from_leader: bool = False) -> Entry | None:
+        """One replica, which is the leader."""
         await self._reach(bucket)
         found = self.network.bucket(bucket).get(key, self.network.clock())
         await self._back(bucket)
