@@ -91,7 +91,7 @@ def durable_state(job: str, replicas: int = 1) -> tuple[Durable, ...]:
             owner="each receiver",
             writers="every service but the monitor",
             keeps="refused messages for 7 days, the newest that fit",
-            restores="nobody; people read it",
+            restores="nobody; people and the checker read it",
         ),
         Durable(
             spec=BucketSpec(name=subjects.state_bucket(job), max_bytes=256 * MIB, replicas=replicas),
