@@ -52,6 +52,10 @@ PROGRESS_MARKS = 8
 """Batch progress is reported at every eighth: often enough for the gate of eq. 7, rare enough to decide on."""
 
 
+MOST_ABANDONED = 4
+"""Evaluations whose late episodes keep their journal. An episode that is later still begins anew."""
+
+
 MOST_REWARD = 1e9
 """Beyond it float32, in which advantages are computed, has no precision left."""
 
@@ -62,6 +66,15 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     version: PolicyVersion
     rewards: dict[str, float] = {}
     floor: int = 0
+
+
+class Abandoned(msgspec.Struct, frozen=True):
+    """Held-out episodes that did not end before the next evaluation began: nobody waits for their reward, but agents still run them, and go
+    on from their journal, which begins above `floor`."""
+
+    group: str
+    left: tuple[str, ...]
+    floor: int
 
 
 class TasksLost(msgspec.Struct, frozen=True):
@@ -82,6 +95,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     serving: PolicyVersion = PolicyVersion(-1)
     asked_ms: int = 0  # when UpdateWeights was last sent
     evaluation: Evaluation | None = None
+    abandoned: tuple[Abandoned, ...] = ()  # evaluations before it, the newest last
     ended: int = 0  # trajectories that counted
     retried: int = 0
     replaced_groups: int = 0
@@ -218,6 +232,8 @@ class PipelineSchedulerCore:
         floor = floors[0] if complete else state.journal_floor
         if state.evaluation is not None and len(state.evaluation.rewards) < self.config.evaluate_episodes:
             floor = min(floor, max(state.evaluation.floor, state.journal_floor))
+        for each in state.abandoned:
+            floor = min(floor, max(each.floor, state.journal_floor))
         return msgspec.structs.replace(
             state,
             batches=tuple(other for other in state.batches if other.batch != message.batch),
@@ -424,14 +440,23 @@ class PipelineSchedulerCore:
                 )
             )
         floor = state.floors[-1] if state.floors else 0
-        return msgspec.structs.replace(state, evaluation=Evaluation(version=version, floor=floor))
+        abandoned = state.abandoned
+        if state.evaluation is not None and (left := self._left(state.evaluation)):
+            late = Abandoned(f"eval-v{state.evaluation.version}", left, state.evaluation.floor)
+            abandoned = (*abandoned, late)[-MOST_ABANDONED:]
+        return msgspec.structs.replace(state, evaluation=Evaluation(version=version, floor=floor), abandoned=abandoned)
+
+    def _left(self, evaluation: Evaluation) -> tuple[str, ...]:
+        """Its episodes that did not end."""
+        names = (f"eval-v{evaluation.version}-m{episode}" for episode in range(self.config.evaluate_episodes))
+        return tuple(name for name in names if name not in evaluation.rewards)
 
     def _on_evaluation_episode(
         self, state: PipelineState, message: TrajectoryCompleted
     ) -> tuple[PipelineState, Effects]:
         evaluation = state.evaluation
         if evaluation is None or message.group != f"eval-v{evaluation.version}":
-            return state, ()
+            return _without_episode(state, message), ()
         names = {f"eval-v{evaluation.version}-m{episode}" for episode in range(self.config.evaluate_episodes)}
         if message.trajectory not in names:
             return state, (Refuse(f"{brief(message.trajectory, 80)} is no episode of this evaluation"),)
@@ -441,6 +466,16 @@ class PipelineSchedulerCore:
             return state, ()
         mean = sum(rewards[name] for name in sorted(rewards)) / len(rewards)
         return state, (Send(Evaluated(version=evaluation.version, reward_mean=mean, episodes=len(rewards))),)
+
+
+def _without_episode(state: PipelineState, message: TrajectoryCompleted) -> PipelineState:
+    """An abandoned episode ended: its journal is needed no more."""
+    late = next((each for each in state.abandoned if message.trajectory in each.left), None)
+    if late is None:
+        return state
+    fewer = msgspec.structs.replace(late, left=tuple(name for name in late.left if name != message.trajectory))
+    rest = (fewer if each is late else each for each in state.abandoned)
+    return msgspec.structs.replace(state, abandoned=tuple(each for each in rest if each.left))
 
 
 def _active(table: RoleTable) -> tuple[Row, ...]:

@@ -374,23 +374,40 @@ def test_the_journal_is_kept_until_what_was_trained_from_it_is_committed() -> No
         loop.serve(version + 1)
 
 
-def test_the_journal_of_a_slow_evaluation_is_kept() -> None:
-    """Purged, its next turn would be refused, and the episode begun anew."""
-    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=2, evaluate_episodes=1))
+def test_the_journal_of_a_slow_evaluation_is_kept_until_it_ends() -> None:
+    """Purged, its next turn would be refused, and the episode begun anew: also when a newer evaluation has begun and nobody waits for it."""
+    loop = Loop(msgspec.structs.replace(CONFIG, train_steps=5, evaluate_every=2, evaluate_episodes=2))
     loop.serve(0)
-    (slow,) = [task for task in loop.tasks() if task.evaluation]
-    seq = 1  # of the first turn of the slow episode
-    for version in range(CONFIG.train_steps):
+    quick, slow = (task for task in loop.tasks() if task.evaluation)
+    loop.feed(end(quick, seq=1))
+    seq = 2  # of the first turn of the slow episode
+    for version in range(4):
+        for each in [task for task in loop.tasks() if task.batch == version and not task.evaluation]:
+            seq += 1
+            loop.feed(end(each, seq=seq))
+        if version == 3:
+            assert [(each.group, each.left) for each in loop.state.abandoned] == [("eval-v0", (slow.trajectory,))]
+            loop.feed(end(slow, seq=2))
+            assert loop.state.abandoned == ()
+        loop.feed(step_finished(version))
+        if version < 3:
+            assert loop.state.journal_floor == 0
+            loop.serve(version + 1)
+    assert loop.state.evaluation is not None and loop.state.evaluation.version == 2
+    assert 1 < loop.state.journal_floor <= loop.state.evaluation.floor, "of the newer one nothing has ended"
+
+
+def test_evaluations_that_never_end_do_not_keep_the_journal_for_good() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, train_steps=9, evaluate_every=1, evaluate_episodes=1))
+    seq = 0
+    for version in range(8):
+        loop.serve(version)
         for each in [task for task in loop.tasks() if task.batch == version and not task.evaluation]:
             seq += 1
             loop.feed(end(each, seq=seq))
         loop.feed(step_finished(version))
-        if version < 2:
-            assert loop.state.journal_floor == 0
-            loop.serve(version + 1)
-    assert loop.state.evaluation is not None and loop.state.evaluation.version == 2
-    assert 1 < loop.state.journal_floor <= loop.state.evaluation.floor, "that episode is not waited for any more"
-    assert slow.batch == 0
+    assert [each.group for each in loop.state.abandoned] == ["eval-v3", "eval-v4", "eval-v5", "eval-v6"]
+    assert loop.state.journal_floor > 0
 
 
 def test_state_survives_a_restart_at_any_point() -> None:
