@@ -40,9 +40,7 @@ class Averaged(msgspec.Struct, frozen=True):
     train_step: int
     weight: float  # samples in it: older ones count less
     shift: float  # by how much, on average, the newest sample's logarithms were moved
-    logs: tuple[
-        tuple[int, float], ...
-    ]  # (prefill workers, logarithm of the predicted makespan over colocation's), ascending
+    logs: tuple[tuple[int, float], ...]  # (prefill workers, log of the predicted makespan over colocation's), ascending
     before: tuple[tuple[int, float], ...] = ()  # the same without the newest sample, which is one of `weight`
 
 

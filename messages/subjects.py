@@ -47,9 +47,9 @@ TOKEN: Final = re.compile(r"[A-Za-z0-9_-]{1,64}")
 """A node or worker name: one subject token."""
 
 ROLES_API_PREFIX: Final = "roles.api"
-APP_API_PREFIX: Final = "app.api"
-"""Under this account MON asks about APP's streams: under `$JS.API` the server would take it to mean its own."""
 """JetStream API prefix under which all but the orchestrator read the role bucket (imported from account CTRL)."""
+APP_API_PREFIX: Final = "app.api"
+"""JetStream API prefix under which account MON asks about APP's streams: under `$JS.API` the server would take it to mean its own."""
 TABLE_KEY: Final = "table"
 LEASE_KEY: Final = "orchestrator"
 

@@ -159,6 +159,17 @@ def role_order(assign: Assign) -> Order:
     return Order(f"role/{assign.worker}/{assign.incarnation}/{assign.role_generation}", message)
 
 
+def join_order(known: Progress, snapshot: WeightsPublished | None, assign: Assign, *, applying: bool) -> Order | None:
+    """What a ready worker needs next to join: the newest weights, then (once the cut epoch is written) the role. None: nothing now."""
+    if snapshot is None:
+        return None
+    if known.version < snapshot.version:
+        return update_order(known, snapshot)
+    if applying and known.role_set < assign.role_generation:
+        return role_order(assign)
+    return None
+
+
 def drain_order(row: Row) -> Order:
     """Interrupt what runs, under the generation that the cut epoch gave the row."""
     message = Drain(worker=row.worker, incarnation=row.incarnation, role_generation=row.role_generation)

@@ -36,13 +36,13 @@ from pearl_state.orders import (
     asked_again,
     drain_order,
     given_up,
+    join_order,
     kill_key,
     kill_order,
     launch_order,
     repeat,
     role_order,
     split_by_worker,
-    update_order,
 )
 from pearl_state.parts import Part, failure, kept_marks, marked, misplaced, part_for, part_of, roles_are_set
 from pearl_state.peers import wrong_fact, wrong_weights
@@ -248,14 +248,7 @@ class ClusterRebuilderCore:
             return None
         if not known.ready:
             return self._launch(assign)
-        snapshot = view.state.snapshot
-        if snapshot is None:
-            return None
-        if known.version < snapshot.version:
-            return update_order(known, snapshot)
-        if applying and known.role_set < assign.role_generation:
-            return role_order(assign)
-        return None
+        return join_order(known, view.state.snapshot, assign, applying=applying)
 
     def _launch(self, assign: Assign) -> Order:
         return launch_order(assign, self._slots[assign.worker].gpus)

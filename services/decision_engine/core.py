@@ -382,10 +382,8 @@ def _incumbent(state: State, budget: BudgetChanged) -> Incumbent | None:
     if state.target is None:
         return None
     target = state.target
-    mode, (prefill, decode, colocated) = target.mode, (target.prefill, target.decode, target.colocated)
-    still = _still(state, budget)
-    if still is not None:
-        mode, (prefill, decode, colocated) = still
+    last = target.mode, (target.prefill, target.decode, target.colocated)
+    mode, (prefill, decode, colocated) = _still(state, budget) or last
     return Incumbent(
         mode=mode,
         prefill=prefill,

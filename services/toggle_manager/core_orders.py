@@ -14,11 +14,11 @@ from pearl_state.orders import (
     Order,
     drain_order,
     given_up,
+    join_order,
     kill_key,
     kill_order,
     launch_order,
     role_order,
-    update_order,
 )
 from pearl_state.parts import Part
 from pearl_state.progress import Progress, is_drained
@@ -131,14 +131,7 @@ def _join(config: Config, view: View, assign: Assign, known: Progress, applying:
     if known.activated < assign.role_generation:
         message = Activate(worker=assign.worker, incarnation=assign.incarnation, role_generation=assign.role_generation)
         return Order(f"activate/{assign.worker}/{assign.incarnation}/{assign.role_generation}", message)
-    snapshot = view.state.snapshot
-    if snapshot is None:
-        return None
-    if known.version < snapshot.version:
-        return update_order(known, snapshot)
-    if applying and known.role_set < assign.role_generation:
-        return role_order(assign)
-    return None
+    return join_order(known, view.state.snapshot, assign, applying=applying)
 
 
 def _switch(config: Config, view: View, row: Row, assign: Assign, known: Progress) -> Order | None:

@@ -13,12 +13,13 @@ from messages.envelope import Message
 from messages.executors import Assign, ReconfigurationPlan
 from messages.ids import DecisionId, Epoch, Incarnation, Mode, PlanId, Role, RoleGeneration, WorkerId
 from messages.monitor import Candidate, DecisionRecord, GpusReturned
-from messages.orchestrator import PlanProgress, WorkerGone, WorkerReleased
+from messages.orchestrator import PlanProgress, WorkerGone
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.monitor.board import Board
 from services.monitor.history import Counts, PlanFold, change_text, changes_of
 from services.monitor.lending import lending_of
 from services.monitor.report import count_plans, plan_lines, plans_by_kinds, rollout_throughput
+from tests.unit.executing import released
 
 RECORD = DecisionRecord(
     decision_id=DecisionId("d1"),
@@ -185,16 +186,6 @@ def test_totals_of_a_report_add_up_and_say_what_they_count() -> None:
         ("", "6 workers lent = 3 returned (by 1 plan) + 1 lost + 2 still lent"),
         ("returns", "1 time training asked for its GPUs: for all that were lent then, or about to be; 0 late"),
     ]
-
-
-def released(worker: str, generation: int) -> WorkerReleased:
-    return WorkerReleased(
-        worker=WorkerId(worker),
-        incarnation=Incarnation(1),
-        role_generation=RoleGeneration(generation),
-        freed_bytes=1,
-        took_ms=1,
-    )
 
 
 def test_workers_that_training_took_back_without_a_plan_are_returned() -> None:
