@@ -5,8 +5,14 @@ BIN := $(VENV)/bin
 # Where torch comes from. Empty: pip's own choice. See README, "torch".
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
+# Tests wait for processes and clocks now and then: one runner more than there are cores keeps all cores at work.
+RUNNERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+PYTEST = $(BIN)/python -m pytest
+IN_PARALLEL = -n $(RUNNERS) --dist worksteal
+# Compiled modules are kept (`__pycache__`, not under version control): without them every process compiles the project anew.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: setup demo test check soak smollm2 sglang-test sglang-smoke verifiers-test fmt clean
+.PHONY: setup demo test check lint types quick soak smollm2 sglang-test sglang-smoke verifiers-test fmt clean
 
 setup: $(STAMP)
 
@@ -21,14 +27,25 @@ $(STAMP): requirements.lock pyproject.toml
 demo: setup
 	$(BIN)/pearl demo
 
+# What starts whole jobs has the machine to itself, one test at a time; everything else runs in parallel first.
 test: setup
-	$(BIN)/python -m pytest
+	$(PYTEST) $(IN_PARALLEL) --ignore tests/integration
+	$(PYTEST) tests/integration
 
 check: setup
+	$(MAKE) --jobs 2 --output-sync lint types quick
+
+lint:
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types:
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -n auto tests/unit tests/paper tests/scenarios tests/contract tests/sim tests/tidy -m "not slow"
+
+# A quarter of the hostile and random variants that `make test` tries (tests/conftest.py).
+quick:
+	$(PYTEST) $(IN_PARALLEL) --hypothesis-profile brief -m "not slow" \
+		tests/unit tests/paper tests/scenarios tests/contract tests/sim tests/tidy
 
 # Long runs of what `check` and `test` do briefly; the last one is ten minutes of faults on real processes (docs/chaos.md).
 SEED ?= 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -46,7 +47,8 @@ READERS = {"bench", "cli", "emulated_fleet", "monitor", "supervisor", "simulator
 """May import other services: they put the system together, or show it."""
 
 
-def imports(path: Path) -> set[str]:
+@functools.cache
+def imports(path: Path) -> frozenset[str]:
     found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -54,33 +56,41 @@ def imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found.add(node.module)
             found.update(f"{node.module}.{alias.name}" for alias in node.names)
-    return found
+    return frozenset(found)
 
 
 def relative(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_imports_go_services_then_pearl_state_then_messages(path: Path) -> None:
-    package = path.relative_to(ROOT).parts[0]
-    forbidden = {"messages": ("services", "pearl_state"), "pearl_state": ("services",), "services": ()}[package]
-    assert not [name for name in imports(path) if name.split(".")[0] in forbidden]
+def test_imports_go_services_then_pearl_state_then_messages() -> None:
+    forbidden = {"messages": ("services", "pearl_state"), "pearl_state": ("services",), "services": ()}
+    assert not [
+        f"{relative(path)} imports {name}"
+        for path in FILES
+        for name in imports(path)
+        if name.split(".")[0] in forbidden[path.relative_to(ROOT).parts[0]]
+    ]
 
 
-@pytest.mark.parametrize("path", [path for path in FILES if "services" in path.parts], ids=relative)
-def test_a_service_imports_no_other_service(path: Path) -> None:
-    parts = path.relative_to(ROOT / "services").parts
-    if len(parts) == 1 or parts[0] in READERS:
-        return
-    allowed = {parts[0], *LIBRARIES, *SHARED_FILES}
-    others = {name.split(".")[1] for name in imports(path) if name.startswith("services.")}
-    assert others <= allowed, f"imports {sorted(others - allowed)}"
+def test_a_service_imports_no_other_service() -> None:
+    found = []
+    for path in FILES:
+        package, *parts = path.relative_to(ROOT).parts
+        if package != "services" or len(parts) == 1 or parts[0] in READERS:
+            continue
+        others = {name.split(".")[1] for name in imports(path) if name.startswith("services.")}
+        found += [f"{relative(path)} imports {name}" for name in others - {parts[0], *LIBRARIES, *SHARED_FILES}]
+    assert not found
 
 
-@pytest.mark.parametrize("path", PURE, ids=relative)
-def test_pure_files_touch_nothing_impure(path: Path) -> None:
-    assert not {name.split(".")[0] for name in imports(path)} & IMPURE_MODULES
+def test_pure_files_touch_nothing_impure() -> None:
+    assert not [
+        f"{relative(path)} imports {name}"
+        for path in PURE
+        for name in imports(path)
+        if name.split(".")[0] in IMPURE_MODULES
+    ]
 
 
 def test_cores_import_without_torch_nats_or_asyncio() -> None:
@@ -132,13 +142,14 @@ def prints(source: str) -> list[str]:
     return [f"line {call.lineno} prints" for call in calls if ast.unparse(call.func) in ("print", "builtins.print")]
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_no_bare_except_and_no_print_in_services(path: Path) -> None:
-    source = path.read_text(encoding="utf-8")
-    if "runtime" not in path.parts:
-        assert not catches_anything(source)
-    if not TALKS.fullmatch(relative(path)):
-        assert not prints(source)
+def test_no_bare_except_and_no_print_in_services() -> None:
+    found = []
+    for path in FILES:
+        source = path.read_text(encoding="utf-8")
+        wrong = catches_anything(source) if "runtime" not in path.parts else []
+        wrong += prints(source) if not TALKS.fullmatch(relative(path)) else []
+        found += [f"{relative(path)}: {each}" for each in wrong]
+    assert not found
 
 
 @pytest.mark.parametrize(
@@ -162,16 +173,21 @@ def test_the_searches_let_the_ordinary_pass_and_find_a_print() -> None:
     assert prints("def f():\n    print('x', file=sys.stderr)") == ["line 2 prints"]
 
 
-@pytest.mark.parametrize("path", FILES, ids=relative)
-def test_every_module_and_public_class_has_a_docstring(path: Path) -> None:
+def undocumented(path: Path) -> list[str]:
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    if not tree.body:
-        return
-    assert ast.get_docstring(tree), "no module docstring"
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) and not node.name.startswith("_"):
-            documented = ast.get_docstring(node) or "Section" in node.name or node.name in ("JobFile", "main")
-            assert documented, f"{node.name} has no docstring"
+    public = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        and not node.name.startswith("_")
+        and not ("Section" in node.name or node.name in ("JobFile", "main"))
+    ]
+    nodes = [tree, *public] if tree.body else []
+    return [getattr(node, "name", "the module") for node in nodes if not ast.get_docstring(node)]
+
+
+def test_every_module_and_public_class_has_a_docstring() -> None:
+    assert not [f"{relative(path)}: {name} has no docstring" for path in FILES for name in undocumented(path)]
 
 
 def tracked() -> list[Path]:

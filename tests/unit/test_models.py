@@ -8,7 +8,6 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from services.jobfile import ConfigError, JobFile, JobSection
 from services.models import Decoder, ModelConfig, initial_model, load_weights, read_weights, save_weights
@@ -33,6 +32,9 @@ LLAMA3 = {
 
 
 def oracle(kind: str):
+    # Here, not above: it takes seconds, of every runner of the tests that only looks what is in this file.
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(1)
     torch.set_num_threads(1)
     if kind == "qwen3":
