@@ -74,11 +74,11 @@ async def check(bus: Bus, job: JobFile) -> Report:
         batches,
     )
     # Looked at last: what is trimmed on the way is not held against the run.
-    oldest = await _oldest(bus, ev, f"pearl.{name}.ev.>")
+    events_gone = await _trimmed(bus, ev, f"pearl.{name}.ev.>")
     whole_from = 0
-    if oldest is not None and oldest.seq > 1:
+    if events_gone is not None:
         # Batch k was admitted after batch k - staleness - 1 was trained: with that train step, all of it is there.
-        left = [step.batch for each, step in steps if each.seq >= oldest.seq]
+        left = [step.batch for each, step in steps if each.seq > events_gone.gone]
         whole_from = min(left) + 1 + job.pipeline.staleness if left else sys.maxsize
     journal = [
         Journalled(each.seq, record, each.at_ms)
@@ -100,8 +100,8 @@ async def check(bus: Bus, job: JobFile) -> Report:
             journal_from=journal_from,
             whole_from=whole_from,
             unjudged=len(all_steps) - len(steps) + len(all_ends) - len(ends),
-            events_gone=0 if oldest is None else oldest.seq - 1,
-            events_from_ms=0 if oldest is None else oldest.at_ms,
+            events_gone=0 if events_gone is None else events_gone.gone,
+            events_from_ms=0 if events_gone is None else events_gone.from_ms,
             rewound=len(rewound),
             attempts_logged=files > 0,
         ),
@@ -114,7 +114,7 @@ async def check(bus: Bus, job: JobFile) -> Report:
     ready = {batch.batch for batch in batches}
     trained = {step.batch for _, step in steps} | {step.batch for _, step in all_steps if step.batch in ready}
     trimmed = [
-        await _trimmed(bus, ev, f"pearl.{name}.ev.>"),
+        events_gone,
         await _trimmed(bus, kept, f"pearl.{name}.journal.*"),
         letters,
     ]
@@ -128,16 +128,9 @@ async def check(bus: Bus, job: JobFile) -> Report:
     )
 
 
-async def _oldest(bus: Bus, name: str, subject: str) -> Delivery | None:
-    async for delivery in bus.read(name, subject):
-        return delivery
-    return None
-
-
 async def _trimmed(bus: Bus, name: str, subject: str) -> Trimmed | None:
     """What a stream has lost at its beginning, or None. One with nothing left is not one that was never used."""
-    oldest = await _oldest(bus, name, subject)
-    if oldest is not None:
+    async for oldest in bus.read(name, subject):
         return Trimmed(stream=name, gone=oldest.seq - 1, from_ms=oldest.at_ms) if oldest.seq > 1 else None
     bounds = await bus.bounds(name)
     return Trimmed(stream=name, gone=bounds.gone) if bounds.gone else None

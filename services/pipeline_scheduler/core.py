@@ -24,7 +24,6 @@ from messages.ids import Activity, PolicyVersion, Role, Stage, WorkerId
 from messages.pipeline_scheduler import (
     BatchItem,
     BatchReady,
-    Evaluated,
     StepFinished,
     TrajectoryCompleted,
     WeightsPublished,
@@ -37,7 +36,6 @@ from services.pipeline_scheduler.batches import (
     Batch,
     Group,
     Member,
-    derived_seed,
     group_id,
     locate,
     task,
@@ -46,35 +44,15 @@ from services.pipeline_scheduler.batches import (
     with_member,
 )
 from services.pipeline_scheduler.config import Config
+from services.pipeline_scheduler.core_evaluation import HeldOut
 from services.runtime.core import Effect, Effects, Input, Note, Refuse, Send, Tick
 
 PROGRESS_MARKS = 8
 """Batch progress is reported at every eighth: often enough for the gate of eq. 7, rare enough to decide on."""
 
 
-MOST_ABANDONED = 4
-"""Evaluations whose late episodes keep their journal. An episode that is later still begins anew."""
-
-
 MOST_REWARD = 1e9
 """Beyond it float32, in which advantages are computed, has no precision left."""
-
-
-class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Held-out episodes of one version that are running or ended. Their journal begins above `floor`."""
-
-    version: PolicyVersion
-    rewards: dict[str, float] = {}
-    floor: int = 0
-
-
-class Abandoned(msgspec.Struct, frozen=True):
-    """Held-out episodes that did not end before the next evaluation began: nobody waits for their reward, but agents still run them, and go
-    on from their journal, which begins above `floor`."""
-
-    group: str
-    left: tuple[str, ...]
-    floor: int
 
 
 class TasksLost(msgspec.Struct, frozen=True):
@@ -94,8 +72,7 @@ class PipelineState(msgspec.Struct, frozen=True, kw_only=True):
     published_ms: int = 0
     serving: PolicyVersion = PolicyVersion(-1)
     asked_ms: int = 0  # when UpdateWeights was last sent
-    evaluation: Evaluation | None = None
-    abandoned: tuple[Abandoned, ...] = ()  # evaluations before it, the newest last
+    held_out: HeldOut = HeldOut()
     ended: int = 0  # trajectories that counted
     retried: int = 0
     replaced_groups: int = 0
@@ -148,7 +125,8 @@ class PipelineSchedulerCore:
         if problem := self._problem_of_end(message):
             return state, (Refuse(problem),)
         if message.trajectory.startswith("eval-"):
-            return self._on_evaluation_episode(state, message)
+            held_out, effects = state.held_out.ended(message, self.config)
+            return msgspec.structs.replace(state, held_out=held_out), effects
         found = locate(state.batches, message)
         if found is None:
             return state, (Note("ignored", f"end of {message.trajectory}, which no open batch waits for", "debug"),)
@@ -230,10 +208,7 @@ class PipelineSchedulerCore:
         floors = (*state.floors, newest)[-(self.config.staleness + 1) :]
         complete = len(floors) == self.config.staleness + 1
         floor = floors[0] if complete else state.journal_floor
-        if state.evaluation is not None and len(state.evaluation.rewards) < self.config.evaluate_episodes:
-            floor = min(floor, max(state.evaluation.floor, state.journal_floor))
-        for each in state.abandoned:
-            floor = min(floor, max(each.floor, state.journal_floor))
+        floor = min((floor, *(max(each, state.journal_floor) for each in state.held_out.floors(self.config))))
         return msgspec.structs.replace(
             state,
             batches=tuple(other for other in state.batches if other.batch != message.batch),
@@ -265,7 +240,9 @@ class PipelineSchedulerCore:
         if state.begun is not None and state.trained > state.begun and state.serving >= state.trained:
             effects.append(Send(TrainingFinished(batch=state.begun, version=PolicyVersion(state.trained))))
             state = msgspec.structs.replace(state, begun=None)
-        state = self._evaluate(state, effects)
+        held_out, tasks = state.held_out.began(state.serving, state.floors[-1] if state.floors else 0, self.config)
+        state = msgspec.structs.replace(state, held_out=held_out)
+        effects.extend(tasks)
         state = self._begin_training(state, effects)
         state = self._admit(state, effects)
         state = self._tell_progress(state, effects)
@@ -413,69 +390,6 @@ class PipelineSchedulerCore:
             return 0
         admitted = next((len(other.groups) for other in state.batches if other.batch == batch), 0)
         return (self.config.groups - admitted) * self.config.group_size
-
-    # --- held-out evaluation
-
-    def _evaluate(self, state: PipelineState, effects: list[Effect]) -> PipelineState:
-        every = self.config.evaluate_every
-        due = every > 0 and state.serving >= 0 and state.serving % every == 0
-        if not due or (state.evaluation is not None and state.evaluation.version >= state.serving):
-            return state
-        version = state.serving
-        for episode in range(self.config.evaluate_episodes):
-            name = f"eval-v{version}-m{episode}"
-            effects.append(
-                Send(
-                    RolloutTask(
-                        trajectory=name,  # pyright: ignore[reportArgumentType]
-                        group=f"eval-v{version}",  # pyright: ignore[reportArgumentType]
-                        batch=version,
-                        retry=0,
-                        task_seed=derived_seed(self.config.seed, "held-out") + episode,
-                        sample_seed=derived_seed(self.config.seed, "held-out", version, episode),
-                        min_version=version,
-                        temperature=0.0,
-                        evaluation=True,
-                    )
-                )
-            )
-        floor = state.floors[-1] if state.floors else 0
-        abandoned = state.abandoned
-        if state.evaluation is not None and (left := self._left(state.evaluation)):
-            late = Abandoned(f"eval-v{state.evaluation.version}", left, state.evaluation.floor)
-            abandoned = (*abandoned, late)[-MOST_ABANDONED:]
-        return msgspec.structs.replace(state, evaluation=Evaluation(version=version, floor=floor), abandoned=abandoned)
-
-    def _left(self, evaluation: Evaluation) -> tuple[str, ...]:
-        """Its episodes that did not end."""
-        names = (f"eval-v{evaluation.version}-m{episode}" for episode in range(self.config.evaluate_episodes))
-        return tuple(name for name in names if name not in evaluation.rewards)
-
-    def _on_evaluation_episode(
-        self, state: PipelineState, message: TrajectoryCompleted
-    ) -> tuple[PipelineState, Effects]:
-        evaluation = state.evaluation
-        if evaluation is None or message.group != f"eval-v{evaluation.version}":
-            return _without_episode(state, message), ()
-        names = {f"eval-v{evaluation.version}-m{episode}" for episode in range(self.config.evaluate_episodes)}
-        if message.trajectory not in names:
-            return state, (Refuse(f"{brief(message.trajectory, 80)} is no episode of this evaluation"),)
-        rewards = {**evaluation.rewards, message.trajectory: message.reward}
-        state = msgspec.structs.replace(state, evaluation=msgspec.structs.replace(evaluation, rewards=rewards))
-        if len(rewards) < self.config.evaluate_episodes:
-            return state, ()
-        mean = sum(rewards[name] for name in sorted(rewards)) / len(rewards)
-        return state, (Send(Evaluated(version=evaluation.version, reward_mean=mean, episodes=len(rewards))),)
-
-
-def _without_episode(state: PipelineState, message: TrajectoryCompleted) -> PipelineState:
-    """An abandoned episode ended: its journal is needed no more."""
-    late = next((each for each in state.abandoned if message.trajectory in each.left), None)
-    if late is None:
-        return state
-    fewer = msgspec.structs.replace(late, left=tuple(name for name in late.left if name != message.trajectory))
-    rest = (fewer if each is late else each for each in state.abandoned)
-    return msgspec.structs.replace(state, abandoned=tuple(each for each in rest if each.left))
 
 
 def _active(table: RoleTable) -> tuple[Row, ...]:

@@ -386,15 +386,17 @@ def test_the_journal_of_a_slow_evaluation_is_kept_until_it_ends() -> None:
             seq += 1
             loop.feed(end(each, seq=seq))
         if version == 3:
-            assert [(each.group, each.left) for each in loop.state.abandoned] == [("eval-v0", (slow.trajectory,))]
+            assert [(each.group, each.left) for each in loop.state.held_out.abandoned] == [
+                ("eval-v0", (slow.trajectory,))
+            ]
             loop.feed(end(slow, seq=2))
-            assert loop.state.abandoned == ()
+            assert loop.state.held_out.abandoned == ()
         loop.feed(step_finished(version))
         if version < 3:
             assert loop.state.journal_floor == 0
             loop.serve(version + 1)
-    assert loop.state.evaluation is not None and loop.state.evaluation.version == 2
-    assert 1 < loop.state.journal_floor <= loop.state.evaluation.floor, "of the newer one nothing has ended"
+    assert (current := loop.state.held_out.current) is not None and current.version == 2
+    assert 1 < loop.state.journal_floor <= current.floor, "of the newer one nothing has ended"
 
 
 def test_evaluations_that_never_end_do_not_keep_the_journal_for_good() -> None:
@@ -406,7 +408,7 @@ def test_evaluations_that_never_end_do_not_keep_the_journal_for_good() -> None:
             seq += 1
             loop.feed(end(each, seq=seq))
         loop.feed(step_finished(version))
-    assert [each.group for each in loop.state.abandoned] == ["eval-v3", "eval-v4", "eval-v5", "eval-v6"]
+    assert [each.group for each in loop.state.held_out.abandoned] == ["eval-v3", "eval-v4", "eval-v5", "eval-v6"]
     assert loop.state.journal_floor > 0
 
 
