@@ -219,6 +219,35 @@ async def test_a_worker_that_the_table_shows_gone_is_given_up_before_it_is_silen
         assert (await world.report()).violations == ()
 
 
+async def test_an_attempt_that_ended_by_itself_is_not_given_up_once_more_for_a_table_that_showed_it_gone(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    waits: list = []  # for the grace that such an attempt has, which ends when the test says so
+    monkeypatch.setattr("services.edge.request.GONE_GRACE_S", 0)
+    job = job_of()
+    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
+    async with World("cut:1", "hold:1", job=job) as world:
+        world.cluster.before = asyncio.Event()
+        edge = await world.edge()
+        give_up = edge._declare_lost
+        monkeypatch.setattr(edge, "_declare_lost", waits.append)
+        episode = asyncio.create_task(world.episode(edge).run())
+        await until(lambda: world.cluster.generates)
+        world.table.write(serving=False)
+        world.table.write(serving=True)
+        await until(lambda: waits)
+        world.cluster.before.set()
+        await world.cluster.reached.wait()
+        give_up(*waits)
+        world.cluster.release.set()
+        await asyncio.wait_for(episode, 30)
+        await edge.stop()
+        assert [each.attempt for each in world.cluster.generates[:2]] == [1, 2] and len(world.cluster.generates) == 4
+        (cut,) = [e.record for e in await world.journal() if isinstance(e.record, RequestInterrupted)]
+        assert cut.cause == "interrupted"
+        assert (await world.report()).violations == ()
+
+
 async def test_a_chunk_that_cannot_be_read_is_not_waited_out_as_silence():
     job = job_of()
     job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)

@@ -359,9 +359,9 @@ async def test_pace_and_load_account_for_every_token(engines: Any, snapshots: li
     assert load.prefill_s >= 100e-6 * load.prefill_tokens
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 async def test_a_failing_engine_says_so(engines: Any, snapshots: list[str], monkeypatch: pytest.MonkeyPatch):
     engine = await engines(snapshots[0])
-    monkeypatch.setattr("threading.excepthook", lambda *_: None)
 
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")
