@@ -11,8 +11,6 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Final
 
-import msgspec
-
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction, smoothed
@@ -30,7 +28,7 @@ ODD: Final = 0.1
 """Logarithm beyond which a ratio's replayed over ranked makespan has nothing to do with the best one's."""
 LUCKIEST: Final = 0.005
 """Of several ratios the one predicted best is predicted too well, for it was picked by its luck, too; colocation is only one. A share of a makespan."""
-GATE: Final = 2
+GATE: Final = 2.7
 """So many times as much is replayed to say what a borrow saves: two replays a decision, on whose difference it stands alone."""
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
@@ -214,7 +212,7 @@ def saved_s(
     """
     if evidence.limits.in_flight_percent:
         return _saved_while_idle_s(profile, alone, together, remaining, delay_s, evidence)
-    key = key_of(profile, _careful(evidence, GATE), sum(alone))
+    key = key_of(profile, evidence.replaying(GATE), sum(alone))
     model = model_of(key)
     more = [max(0, b - a) for a, b in zip(alone, together, strict=True)]
     if alone[2] == 0 and together[2]:
@@ -263,13 +261,7 @@ def predicted_s(profile: WorkloadProfile, counts: Counts, evidence: Evidence) ->
     """One configuration's uncorrected prediction, replayed with more care than a choice can afford; a flow averages over batches as it is."""
     if evidence.limits.in_flight_percent:
         return _replayed_s(key_of(profile, evidence, sum(counts)), *counts)
-    return _replayed_s(key_of(profile, _careful(evidence, LEARNING), sum(counts)), *counts)
-
-
-def _careful(evidence: Evidence, times: int) -> Evidence:
-    """So many times as much is replayed."""
-    limits = msgspec.structs.replace(evidence.limits, replay_turns=times * evidence.limits.replay_turns)
-    return msgspec.structs.replace(evidence, limits=limits)
+    return _replayed_s(key_of(profile, evidence.replaying(LEARNING), sum(counts)), *counts)
 
 
 def probe(options: Sequence[Candidate], observed: Sequence[Observed], most_cost: float) -> Candidate | None:

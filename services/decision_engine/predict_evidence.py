@@ -30,7 +30,7 @@ FLOW: Final = 2
 """Where each batch begins as slots of the one before free up, so many times those that may be open at once are replayed in one flow."""
 MOST_FLOW: Final = 8
 """And never more batches."""
-MOST_MERGED_FLOW: Final = 12
+MOST_MERGED_FLOW: Final = 20
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LEAST_SCALED: Final = 24
@@ -69,6 +69,11 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     def usable(self) -> bool:
         """Whether there is enough to replay."""
         return len(self.sample) >= LEAST_SAMPLE
+
+    def replaying(self, times: float) -> Evidence:
+        """The same, with so many times as many turns to replay."""
+        turns = max(1, round(times * self.limits.replay_turns))
+        return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, replay_turns=turns))
 
 
 class Model(msgspec.Struct, frozen=True):
