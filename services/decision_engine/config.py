@@ -80,7 +80,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True):
                     in_flight_percent=_in_flight_percent(job),
                     ahead=job.pipeline.staleness + 1,
                     group=job.pipeline.group_size,
-                ),
+                ).shared(section.lending),
                 probe_share=section.probe_share,
             )
             if section.policy == "planner"

@@ -6,8 +6,6 @@ A `Question` is what the core knows when it decides; a decision record holds all
 
 from __future__ import annotations
 
-from typing import Final
-
 import msgspec
 
 from messages.decision_engine import WorkloadProfile
@@ -31,10 +29,6 @@ from services.decision_engine.predict_evidence import Evidence, Limits
 from services.decision_engine.stakes import BORROW_MARGIN, MARGIN, Stakes
 from services.jobfile import parse_policy
 from services.profile import profile_of
-
-LENDING: Final = 0.75
-"""Of what a choice may replay, where a decision may be two: without the training GPUs, and with them. Never less for one of the two only:
-it would be another prediction, and nothing of it known already when GPUs are lent or wanted back."""
 
 
 class Question(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,11 +98,7 @@ def _trial(found: Answer, held: Candidate, reason: str) -> Answer:
 def _forecast(q: Question, workers: int) -> Forecast:
     if q.evidence is None or not q.evidence.usable:
         return ClosedForms(q.profile, q.policy)
-    return Replays(q.profile, q.policy, _shared(q, q.evidence), q.stakes)
-
-
-def _shared(q: Question, evidence: Evidence) -> Evidence:
-    return evidence.replaying(LENDING) if q.lending else evidence
+    return Replays(q.profile, q.policy, q.evidence, q.stakes)
 
 
 def _gated(q: Question) -> Answer:
@@ -150,7 +140,7 @@ def _gated(q: Question) -> Answer:
         overlaps = q.evidence.limits.in_flight_percent > 0
         if overlaps and q.left >= 0:
             remaining = min(q.left, q.profile.B)
-        saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, _shared(q, q.evidence))
+        saved = predict.saved_s(q.profile, alone, together, remaining, delay_s, q.evidence)
         margin = MARGIN if overlaps else BORROW_MARGIN
         least_s = 0.0 if held else margin * dedicated.chosen.makespan_s  # two replays differ by so much by chance
         pays = saved > q.return_s + least_s

@@ -34,6 +34,13 @@ LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 
 
+@lru_cache(maxsize=4096)
+def _ranked_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
+    """Makespan by the queueing network."""
+    model = model_of(key)
+    return makespan_s(model.phases, model.machine, prefill, decode, colocated)
+
+
 @lru_cache(maxsize=512)
 def _replayed_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     """Mean makespan over the model's batches; where batches overlap, the time from the end of one to the end of the next."""
@@ -90,25 +97,20 @@ def candidates(
     if workers < 1:
         return ()
     key = key_of(profile, evidence, workers)
-    model = model_of(key)
     learned = _learned(evidence)
-
-    def queueing(counts: Counts) -> float:
-        return makespan_s(model.phases, model.machine, *counts)
-
     alone = (0, 0, workers)
-    options: dict[Counts, float] = {alone: queueing(alone)}
+    options: dict[Counts, float] = {alone: _ranked_s(key, *alone)}
     if not impossible:
         for prefill in _ranks(workers):
-            options[prefill, workers - prefill, 0] = queueing((prefill, workers - prefill, 0))
+            options[prefill, workers - prefill, 0] = _ranked_s(key, prefill, workers - prefill, 0)
         if workers - 1 > GRID:
             best = min((counts for counts in options if counts[0]), key=lambda counts: options[counts])
             step = max(1, (workers - 1) // GRID)
             for prefill in range(max(1, best[0] - step), min(workers - 1, best[0] + step) + 1, max(1, step // 4)):
-                options.setdefault((prefill, workers - prefill, 0), queueing((prefill, workers - prefill, 0)))
+                options.setdefault((prefill, workers - prefill, 0), _ranked_s(key, prefill, workers - prefill, 0))
     for counts in judged:
         if sum(counts) == workers and (counts[2] or not impossible):
-            options.setdefault(counts, queueing(counts))
+            options.setdefault(counts, _ranked_s(key, *counts))
     split = [counts for counts in options if counts[0]]
     ranked = sorted(split, key=lambda counts: options[counts] * learned.factor(counts))
     if evidence.quick:
@@ -189,9 +191,8 @@ def least(profile: WorkloadProfile, choices: Sequence[Counts], evidence: Evidenc
     if not choices:
         return None
     key = key_of(profile, evidence, sum(choices[0]))
-    model = model_of(key)
     learned = _learned(evidence)
-    ranked = {counts: makespan_s(model.phases, model.machine, *counts) * learned.factor(counts) for counts in choices}
+    ranked = {counts: _ranked_s(key, *counts) * learned.factor(counts) for counts in choices}
     counts = min(choices, key=lambda each: (ranked[each], each))
     if evidence.quick:
         return _candidate(counts, ranked[counts] / learned.factor(counts), "queueing", learned)

@@ -33,6 +33,9 @@ MOST_FLOW: Final = 8
 MOST_MERGED_FLOW: Final = 20
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
+LENDING: Final = 0.75
+"""Of what a choice may replay, where a decision may be two: without the training GPUs, and with them. Always, not only where it is two:
+so that what was replayed is known already when GPUs are lent or wanted back."""
 LEAST_SCALED: Final = 24
 """Workers of a replay that stands for a larger cluster: enough for any ratio."""
 
@@ -48,6 +51,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     in_flight_percent: int = 0  # of a batch, where the next one begins as slots free up; 0: one batch after the other
     ahead: int = 2  # batches open at once, as staleness allows
     group: int = 1  # trajectories that start together
+
+    def shared(self, lending: bool) -> Limits:
+        """What is left for one choice where GPUs may be lent."""
+        turns = max(1, round(LENDING * self.replay_turns)) if lending else self.replay_turns
+        return msgspec.structs.replace(self, replay_turns=turns)
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""

@@ -15,6 +15,7 @@ computes only what is new, as the planner's model of it assumes.
 from __future__ import annotations
 
 from collections import OrderedDict
+from operator import attrgetter
 
 from messages.agent import Assignment, NotNow
 from messages.ids import Activity, Incarnation, PolicyVersion, Role, RoleGeneration, Zone
@@ -28,6 +29,7 @@ ROOMS = 1 << 31
 LONGEST_ID = 256
 """Characters of an id or worker name; longer ones are refused, since ids are kept in memory."""
 MOST_AVOIDED = 1024
+_LOAD = attrgetter("load")
 
 
 class Unplaceable(ValueError):
@@ -37,17 +39,24 @@ class Unplaceable(ValueError):
 class Seat:
     """One serving worker as the router sees it."""
 
-    __slots__ = ("assigned", "heard", "incarnation", "row")
+    __slots__ = ("assigned", "heard", "incarnation", "load", "row")
 
     def __init__(self, row: Row) -> None:
         self.row = row
         self.incarnation = row.incarnation
         self.heard = 0  # running and queued, from the last heartbeat
         self.assigned = 0  # by this router since that heartbeat, less those known to have ended since
+        self.load = 0  # both, and never less than none: read for every worker and request, so it is kept
 
-    @property
-    def load(self) -> int:
-        return max(0, self.heard + self.assigned)
+    def hear(self, requests: int) -> None:
+        """A heartbeat says how many it has."""
+        self.heard, self.assigned = requests, 0
+        self.load = requests
+
+    def assign(self, more: int) -> None:
+        """So many more than before, by this router."""
+        self.assigned += more
+        self.load = max(0, self.heard + self.assigned)
 
 
 class RouterCore:
@@ -56,6 +65,7 @@ class RouterCore:
     def __init__(self, config: Config, router_id: int = 0) -> None:
         assert 0 <= router_id < ROOMS
         self.config = config
+        self._most_in_flight = config.most_in_flight
         self._router_id = router_id
         self._rooms = 0
         self._turn = 0  # moves the window of workers compared, and breaks ties
@@ -93,8 +103,7 @@ class RouterCore:
         seat = self._seats.get(heartbeat.worker)
         if seat is None or seat.incarnation != heartbeat.incarnation:
             return
-        seat.heard = max(0, heartbeat.running) + max(0, heartbeat.queued)
-        seat.assigned = 0
+        seat.hear(max(0, heartbeat.running) + max(0, heartbeat.queued))
 
     def assign(self, request: AssignRequest, now_ms: int) -> Assignment | NotNow:
         """Where the attempt is to run, or when to ask again. Raises Unplaceable."""
@@ -116,7 +125,7 @@ class RouterCore:
         if request.avoid:
             avoided = frozenset(request.avoid)
             able = [seat for seat in able if seat.row.worker not in avoided] or able
-        most = self.config.most_in_flight
+        most = self._most_in_flight
         free = [seat for seat in able if seat.load < most]
         if not free:
             return self._not_now(request, self.config.full_retry_ms, "all workers full")
@@ -136,7 +145,7 @@ class RouterCore:
         """
         seat = self._seats.get(held.worker)
         if seat is not None and seat.incarnation == held.incarnation:
-            seat.assigned -= 1
+            seat.assign(-1)
 
     def _affine(self, request: AssignRequest) -> Seat | None:
         """The worker that holds the session's prefix, as the client says, or as far as we remember."""
@@ -145,7 +154,7 @@ class RouterCore:
 
     def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat:
         """The least loaded, or the one with the prefix unless that is clearly more loaded."""
-        least = min(seats, key=_load)
+        least = min(seats, key=_LOAD)
         if affine is None or affine not in seats:
             return least
         worth = min(self.config.max_running // 2, 1 + context_tokens // self.config.tokens_per_request)
@@ -174,12 +183,12 @@ class RouterCore:
         same = [seat for seat in self._prefillers if seat.row.version == version]
         able = [seat for seat in same if seat.row.worker not in request.avoid] or same
         affine = self._seats.get(self._sessions.get(request.trajectory, ("", ""))[1])
-        most = self.config.most_in_flight
+        most = self._most_in_flight
         free = [seat for seat in able if seat.load < most]
         return self._choose(free, affine, request.context_tokens) if free else None
 
     def _place(self, request: AssignRequest, seat: Seat, prefiller: Seat | None) -> Assignment:
-        seat.assigned += 1
+        seat.assign(1)
         self._sessions[request.trajectory] = (seat.row.worker, prefiller.row.worker if prefiller is not None else "")
         self._sessions.move_to_end(request.trajectory)
         if len(self._sessions) > self.config.most_sessions:
@@ -193,7 +202,7 @@ class RouterCore:
                 incarnation=row.incarnation,
                 role_generation=row.role_generation,
             )
-        prefiller.assigned += 1
+        prefiller.assign(1)
         self._rooms = (self._rooms + 1) % ROOMS
         return Assignment(
             request=request.request,
@@ -226,7 +235,3 @@ def problem_of(request: AssignRequest) -> str:
             "attempts count from 1, the others are not negative"
         )
     return ""
-
-
-def _load(seat: Seat) -> int:
-    return seat.load

@@ -102,7 +102,7 @@ def judge_window(window: Window, seed: int) -> Verdict:
     activate_s, return_s = (
         cost_s * math.exp(random.gauss(0, COST_ERROR)) for cost_s in (window.activate_s, window.return_s)
     )
-    limits = Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running)
+    limits = Limits(chunk_tokens=setting.site.chunk_tokens, max_running=setting.site.max_running).shared(lending=True)
     alone = counts_of(window.dedicated)
     batches: list[tuple[selection.Trajectory, ...]] = []
     observed: list[Observed] = []
