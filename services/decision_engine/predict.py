@@ -53,6 +53,14 @@ def _replayed_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
 
 
+@lru_cache(maxsize=64)
+def _batches_s(key: Key, prefill: int, decode: int, colocated: int) -> tuple[float, ...]:
+    """Makespans of the model's batches, each as it is."""
+    model = model_of(key)
+    counts = shrunk(prefill, decode, colocated, model.shrink)
+    return tuple(replay(draw, model.machine, *counts).makespan_s for draw in model.draws)
+
+
 @lru_cache(maxsize=512)
 def _flow(key: Key, prefill: int, decode: int, colocated: int) -> Flowed:
     """Batch after batch as the pipeline admits them: a batch's longest trajectories are company for the next one, and hold up the one
@@ -221,12 +229,10 @@ def saved_s(
     elif alone[2] and not together[2]:
         more = [0, 0, together[0] + together[1] - alone[2]]
     left = max(0, min(profile.B, remaining)) / profile.B
-    total = 0.0
-    for draw in model.draws:
+    total, counts = 0.0, shrunk(*alone, model.shrink)
+    for draw, alone_s in zip(model.draws, _batches_s(key, *alone), strict=True):
         grow = Grow(round(left * len(draw)), delay_s, *(-(-each // model.shrink) for each in more))
-        counts = shrunk(*alone, model.shrink)
-        total += replay(draw, model.machine, *counts).makespan_s
-        total -= replay(draw, model.machine, *counts, grow=grow).makespan_s
+        total += alone_s - replay(draw, model.machine, *counts, grow=grow).makespan_s
     return total / len(model.draws) * _learned(evidence).factor(alone)
 
 
