@@ -172,10 +172,13 @@ class TorchKit(_Made):
     def bad_snapshot(self) -> str:
         return str(self._empty)
 
+    def under_way(self, prefill: Any, decode: Any) -> bool:
+        return bool(decode._receiving and prefill._thread.senders)
+
     def idle(self, engine: Any) -> bool:
-        side, pool = engine._prefill_side, engine._batcher.pool
+        side, pool = engine._prefill_side, engine._thread.batcher.pool
         rooms = side.waiting or side._rooms.receivers or side._senders or side.connections
-        requests = engine._streams or engine._receiving or engine._replies or engine._senders
+        requests = engine._streams or engine._receiving or engine._thread.replies or engine._thread.senders
         return not (requests or rooms) and pool.available == pool.capacity
 
 

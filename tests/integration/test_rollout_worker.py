@@ -22,7 +22,7 @@ from services.jobfile import AgentSection, JobFile, JobSection, RolloutSection, 
 from services.models import initial_model, read_weights
 from services.rollout_worker import service
 from services.rollout_worker.config import LIVENESS_MS, Config
-from services.rollout_worker.engines import make_engine, torch_engine
+from services.rollout_worker.engines import make_engine, torch_thread
 from services.rollout_worker.engines.torch_engine import TorchEngine
 from services.rollout_worker.service import OrphanedError, RolloutWorker
 from services.runtime.bus import Delivery, StreamSpec
@@ -217,7 +217,7 @@ async def test_one_that_was_silent_for_long_says_what_it_holds_back_and_says_it_
 
 
 async def test_a_short_reply_is_one_chunk(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(torch_engine, "FLUSH_S", 600.0)  # however slow the machine is
+    monkeypatch.setattr(torch_thread, "FLUSH_S", 600.0)  # however slow the machine is
     await world.serve()
     await world.say(world.request(max_new_tokens=3))
     (chunk,) = await world.reply()

@@ -120,9 +120,9 @@ async def quiet(*sides: TorchEngine) -> None:
             while engine._streams or engine._receiving or engine._prefill_side.connections:  # noqa: ASYNC110
                 await asyncio.sleep(0.005)
             await engine.abort()
-            assert not engine._replies and not engine._senders and not engine._prefill_side.waiting
+            assert not engine._thread.replies and not engine._thread.senders and not engine._prefill_side.waiting
             assert not engine._prefill_side._rooms.receivers and not engine._prefill_side._senders
-            pool = engine._batcher.pool
+            pool = engine._thread.batcher.pool
             assert pool.available == pool.capacity
 
 
@@ -160,13 +160,13 @@ async def test_a_reply_of_one_token_comes_from_the_prefill_side(engines: Any):
 async def test_only_the_missing_kv_travels(engines: Any, monkeypatch: pytest.MonkeyPatch):
     alone, prefill, decode = await engines(Role.COLOCATED), await engines(Role.PREFILL), await engines(Role.DECODE)
     sent: list[tuple[int, int]] = []
-    write = decode._take_pages
+    write = decode._thread.take_pages
 
     def counted(number: int, lease: int, pages: Pages, data: bytes) -> None:
         sent.append((pages.start, pages.count))
         write(number, lease, pages, data)
 
-    monkeypatch.setattr(decode, "_take_pages", counted)
+    monkeypatch.setattr(decode._thread, "take_pages", counted)
     reply, _ = joined((await both(prefill, decode, spec()))[0])
     assert sent == [(0, 70)]
     sent.clear()
@@ -259,7 +259,7 @@ async def test_an_interruption_on_either_side_resumes_the_same(engines: Any, sid
 
 async def under_way(decode: TorchEngine) -> None:
     """Until some pages, not all, are there."""
-    await until(lambda: any(reply.receiving and reply.computed for reply in tuple(decode._replies.values())))
+    await until(lambda: any(reply.receiving and reply.computed for reply in tuple(decode._thread.replies.values())))
 
 
 async def test_a_cancel_on_either_side_frees_both(engines: Any):
@@ -371,11 +371,11 @@ async def test_signs_of_life_keep_a_slow_transfer(engines: Any):
 )
 async def test_nonsense_is_never_written(engines: Any, answers: Any):
     decode = await engines(Role.DECODE)
-    before = [pool.clone() for pool in decode._cache.pools]
+    before = [pool.clone() for pool in decode._thread.cache.pools]
 
     async def talk(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         for header, body in answers:
-            data = bytes(header.count * decode._cache.token_bytes) if body is None else body
+            data = bytes(header.count * decode._thread.cache.token_bytes) if body is None else body
             writer.write(frame(header, len(data)) + data)
         await reader.read()
         writer.close()
@@ -384,7 +384,7 @@ async def test_nonsense_is_never_written(engines: Any, answers: Any):
     wanted = spec(bootstrap_host="127.0.0.1", bootstrap_port=server.sockets[0].getsockname()[1], bootstrap_room=1)
     (chunk,) = await run(decode, wanted)
     assert chunk.finish == "interrupted"
-    assert all(torch.equal(old, new) for old, new in zip(before, decode._cache.pools, strict=True))
+    assert all(torch.equal(old, new) for old, new in zip(before, decode._thread.cache.pools, strict=True))
     await quiet(decode)
     server.close()
 
@@ -394,19 +394,18 @@ async def test_late_pages_are_not_written_into_blocks_of_another(engines: Any):
     decode = await engines(Role.DECODE, kv_cache_tokens=96)
     prefill = await engines(Role.PREFILL)
     first = asyncio.create_task(run(decode, paired(prefill, spec("a", prompt=PROMPT[:60]))))
-    await until(lambda: decode._replies)
-    ((number, old),) = decode._replies.items()
-    lease, data = old.lease, bytes(60 * decode._cache.token_bytes)
+    await until(lambda: decode._thread.replies)
+    ((number, old),) = decode._thread.replies.items()
+    lease, data = old.lease, bytes(60 * decode._thread.cache.token_bytes)
     await decode.abort()
     await first
     second = asyncio.create_task(run(decode, paired(prefill, spec("b", prompt=PROMPT[5:65]))))
-    async with asyncio.timeout(5):
-        while not any(reply.spec.request == "b" and reply.receiving for reply in tuple(decode._replies.values())):  # noqa: ASYNC110
-            await asyncio.sleep(0.001)
-    before = [pool.clone() for pool in decode._cache.pools]
-    await decode._call(lambda: decode._take_pages(number, lease, Pages(start=0, count=60), data))
-    await decode._call(lambda: decode._take_first(number, lease, First(token=1, logprob=0.0, cached=0)))
-    assert all(torch.equal(a, b) for a, b in zip(before, decode._cache.pools, strict=True))
+    thread = decode._thread
+    await until(lambda: any(each.spec.request == "b" and each.receiving for each in tuple(thread.replies.values())))
+    before = [pool.clone() for pool in thread.cache.pools]
+    await thread.call(lambda: thread.take_pages(number, lease, Pages(start=0, count=60), data))
+    await thread.call(lambda: thread.take_first(number, lease, First(token=1, logprob=0.0, cached=0)))
+    assert all(torch.equal(a, b) for a, b in zip(before, decode._thread.cache.pools, strict=True))
     await decode.abort()
     await second
     await quiet(decode)

@@ -256,7 +256,7 @@ async def test_a_client_that_leaves_frees_everything(engines: Any, snapshots: li
     await stream.aclose()
     assert await engine.abort() == 0  # answered after the cancellation
     assert engine.load().running == 0
-    pool = engine._batcher.pool
+    pool = engine._thread.batcher.pool
     assert pool.available == pool.capacity
 
 
@@ -366,7 +366,7 @@ async def test_a_failing_engine_says_so(engines: Any, snapshots: list[str], monk
     def broken(*_: Any) -> Any:
         raise RuntimeError("out of luck")
 
-    monkeypatch.setattr(engine, "_forward", broken)
+    monkeypatch.setattr(engine._thread, "_forward", broken)
     reading = asyncio.create_task(run(engine, spec()))
     assert await engine.failed() == "RuntimeError: out of luck"
     reading.cancel()
