@@ -29,11 +29,9 @@ import msgspec
 
 from messages.elastic_scheduler import NodeUp
 from messages.envelope import Message, Misplaced, UndecodableMessage, brief, encode
-from messages.executors import ReconfigurationPlan
-from messages.ids import Epoch, Incarnation, WorkerId, Zone
+from messages.ids import Epoch, WorkerId
 from messages.monitor import StoreRewound
-from messages.orchestrator import TableAhead, TargetConfiguration, WorkerGone, WorkerReady
-from messages.pipeline_scheduler import WeightsPublished
+from messages.orchestrator import TableAhead, TargetConfiguration
 from messages.runtime_tracker import NodeHeartbeat, WorkerHeartbeat
 from messages.subjects import (
     TABLE_KEY,
@@ -47,10 +45,11 @@ from messages.subjects import (
     telemetry_subject,
 )
 from pearl_state.invariants import violations
-from pearl_state.model import RoleTable, with_rows
+from pearl_state.model import RoleTable
 from pearl_state.store import Deposed, Lease, TableStore
 from services.connect import connect, connect_tables
 from services.jobfile import JobFile
+from services.orchestrator import past
 from services.orchestrator.config import Config
 from services.orchestrator.core import OrchestratorCore
 from services.orchestrator.core_plans import plan_message
@@ -230,7 +229,7 @@ class Orchestrator:
                 break
         if stored is not None and reason:
             stored = await self._rebuild_from_reports(stored, reason)
-        table = stored if stored is not None else await self._rebuild()
+        table = stored if stored is not None else await self._first()
         table = self._core.with_slots(table)
         broken = violations(table)
         assert not broken, f"the stored role table of job {self._job} breaks: {'; '.join(broken)}"
@@ -245,7 +244,10 @@ class Orchestrator:
             await self._publish((Send(plan_message(table)),))
         # What a predecessor fetched and did not acknowledge comes again only later: read it now.
         cursor = table.writer.cursor
-        await self._turn(await self._persist(lambda: self._since(cursor), "read its stream"), None)
+        await self._turn(
+            await self._persist(lambda: past.since(self._bus, self._job, cursor, self._core.inputs), "read its stream"),
+            None,
+        )
 
     async def _evidence(
         self, table: RoleTable, reports: Sequence[WorkerReport] = (), *, looks: int = LOOKS
@@ -257,23 +259,17 @@ class Orchestrator:
 
     async def _stream_end(self, least: int, looks: int) -> int:
         """Sequence of an event at or after `least`, if there is one; else of the newest there is (0 for `least` 0)."""
-        everything, name = f"pearl.{self._job}.ev.>", stream(self._job, "ev")
-
-        async def look() -> int:
-            async for delivery in self._bus.read(name, everything, first_seq=max(1, least)):
-                return delivery.seq
-            return 0
-
-        async def newest() -> int:
-            return max([each.seq async for each in self._bus.read(name, everything)], default=0)
-
         for number in range(looks if least else 0):
             if number:
                 await self._pause(LOOK_AGAIN_S)
-            found = await self._persist(look, "look at its stream")
+            found = await self._persist(lambda: past.at_or_after(self._bus, self._job, least), "look at its stream")
             if found:
                 return found
-        return await self._persist(newest, "look for the end of its stream") if least else 0
+        return (
+            await self._persist(lambda: past.end(self._bus, self._job), "look for the end of its stream")
+            if least
+            else 0
+        )
 
     async def _pause(self, seconds: float) -> None:
         """Raises _Stopped."""
@@ -290,7 +286,9 @@ class Orchestrator:
         self._log.error(f"the store went back: {reason}; listening to the workers", action="orchestrator.rewound")
         reports = await self._listen()
         evidence = await self._evidence(stored, reports)
-        target = await self._persist(lambda: self._last(TargetConfiguration), "look for the newest target")
+        target = await self._persist(
+            lambda: past.last(self._bus, self._job, TargetConfiguration), "look for the newest target"
+        )
         cursor = target[0].seq - 1 if target is not None else 0  # the target is the first input
         table = rebuilt(stored, evidence, cursor, self._clock())
         await self._persist(lambda: self._store.write_rebuilt(table), "write the role table made anew")
@@ -365,58 +363,15 @@ class Orchestrator:
         if reason := why_rewound(self.table, evidence):
             raise _Rewound(reason)
 
-    async def _rebuild(self) -> RoleTable:
-        """A table for a job whose bucket is empty. Normally the job is new, and so is the table.
-
-        If the bucket was lost, the stream still tells which incarnations and plan ids were used; they are not used again.
-        """
-        table = self._core.initial()
-        newest: dict[str, int] = {}
-        for kind in (WorkerReady, WorkerGone):
-            async for delivery in self._bus.read(stream(self._job, "ev"), event_subject(self._job, kind)):
-                with contextlib.suppress(UndecodableMessage):
-                    fact = decode_on(self._job, delivery.subject, delivery.data, kind)
-                    newest[fact.worker] = max(newest.get(fact.worker, 0), fact.incarnation)
-        # An overlap worker may hold device memory that nobody knows of: its successor's launch ends it.
-        rows = [
-            msgspec.structs.replace(
-                row,
-                incarnation=Incarnation(max(row.incarnation, newest[row.worker] + (row.zone is Zone.OVERLAP))),
-            )
-            for row in table.rows
-            if row.worker in newest
-        ]
-        table = with_rows(table, rows)
-        plan = await self._last(ReconfigurationPlan)
-        if plan is not None:
-            number = int("0" + "".join(filter(str.isdigit, plan[1].plan_id)))
-            table = msgspec.structs.replace(table, writer=msgspec.structs.replace(table.writer, plans=number))
-        published, target = await self._last(WeightsPublished), await self._last(TargetConfiguration)
-        if published is not None:
-            table = msgspec.structs.replace(table, policy_version=published[1].version)
+    async def _first(self) -> RoleTable:
+        """A table for a job whose bucket is empty: a new job's, or what its stream tells of it."""
+        table, target = await past.continued(self._bus, self._job, self._core.initial())
         if target is not None:
             self._log.warning(
-                f"the role table of job {self._job} is gone: made anew from its slots and target {target[1].decision_id}",
+                f"the role table of job {self._job} is gone: made anew from its slots and target {target.decision_id}",
                 action="orchestrator.rebuilt",
             )
-            writer = msgspec.structs.replace(table.writer, cursor=target[0].seq - 1)  # the target is the first input
-            table = msgspec.structs.replace(table, writer=writer)
         return table
-
-    async def _last(self, kind: type[M]) -> tuple[Delivery, M] | None:
-        """The newest event of a kind that has no key; one that cannot be read does not hide those before it."""
-        subject = event_subject(self._job, kind, "-")
-        newest: tuple[Delivery, M] | None = None
-        async for delivery in self._bus.read(stream(self._job, "ev"), subject):
-            with contextlib.suppress(UndecodableMessage):
-                newest = (delivery, decode_on(self._job, subject, delivery.data, kind))
-        return newest
-
-    async def _since(self, cursor: int) -> list[Delivery]:
-        """The inputs after `cursor`, straight from the stream."""
-        wanted = {event_subject(self._job, kind).rpartition(".")[0] for kind in self._core.inputs}
-        events = self._bus.read(stream(self._job, "ev"), f"pearl.{self._job}.ev.>", first_seq=cursor + 1)
-        return [delivery async for delivery in events if delivery.subject.rpartition(".")[0] in wanted]
 
     async def _attach(self) -> Consumer:
         subjects = [event_subject(self._job, kind) for kind in self._core.inputs]
