@@ -74,7 +74,6 @@ MOST_UNSEEN: Final = 10_000  # incarnations of a slot that a broker may have los
 MOST_AHEAD: Final = 10_000_000  # epochs; who speaks of more is not believed, since epochs never fall again
 
 T = TypeVar("T")
-M = TypeVar("M", bound=Message)
 
 
 async def serve(job: JobFile, stop: asyncio.Event) -> None:
