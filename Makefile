@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 TORCH_INDEX ?=
 STAMP := $(VENV)/.pearl-setup
 # Tests wait for processes and clocks now and then: one runner more than there are cores keeps all cores at work.
-RUNNERS = $(shell $(PYTHON) -c "import os; print(os.cpu_count() + 1)")
+RUNNERS = $(shell $(BIN)/python -c "from services.runtime.pool import cores; print(cores() + 1)")
 PYTEST = $(BIN)/python -m pytest
 IN_PARALLEL = -n $(RUNNERS) --dist worksteal
 # Compiled modules are kept (`__pycache__`, not under version control): without them every process compiles the project anew.
@@ -29,8 +29,8 @@ demo: setup
 
 # What starts whole jobs has the machine to itself, one test at a time; everything else runs in parallel first.
 test: setup
-	$(PYTEST) $(IN_PARALLEL) --ignore tests/integration
-	$(PYTEST) tests/integration
+	$(PYTEST) $(IN_PARALLEL) --ignore tests/integration --ignore tests/sglang
+	$(PYTEST) tests/integration tests/sglang
 
 check: setup
 	$(MAKE) --jobs 2 --output-sync lint types quick

@@ -89,9 +89,8 @@ async def check(bus: Bus, job: JobFile) -> Report:
     attempts, files = read_attempt_logs(job.run_dir / "attempts", unread)
     journal_from = 1
     if not job.pipeline.keep_journal:
-        # Purged from below. Of a journal with nothing left, all that the ends refer to is gone.
-        everything = max((seq for end in ends for seq in end.journal), default=0) + 1
-        journal_from = journal[0].seq if journal else everything
+        # Purged from below, or to its end.
+        journal_from = journal[0].seq if journal else (await bus.bounds(kept)).gone + 1
     report = judge(
         Expected(
             batch_trajectories=job.pipeline.batch_trajectories,

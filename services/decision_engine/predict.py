@@ -7,15 +7,15 @@ Without recorded trajectories there is nothing to replay: then the closed forms 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, TypeVar
 
 from messages.decision_engine import WorkloadProfile
 from messages.monitor import Candidate, Observed
 from services.decision_engine.correct import Correction, Counts, correction, smoothed
 from services.decision_engine.predict_average import averaged, logs_of
-from services.decision_engine.predict_evidence import CLIMB, SHORTLIST, Evidence, Key, key_of, model_of, shrunk
+from services.decision_engine.predict_evidence import CLIMB, MODELS, SHORTLIST, Evidence, Key, key_of, model_of, shrunk
 from services.decision_engine.predict_model import Flowed, Grow, Pipeline
 from services.decision_engine.predict_queueing import makespan_s
 from services.decision_engine.predict_replay import flow, replay
@@ -33,15 +33,34 @@ GATE: Final = 2.7
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""
 
+T = TypeVar("T")
 
-@lru_cache(maxsize=4096)
+
+def _remembered(compute: Callable[[Key, int, int, int], T]) -> Callable[[Key, int, int, int], T]:
+    """Remembers what was computed for the newest models, and forgets it with them: a key holds a whole sample."""
+
+    @lru_cache(maxsize=MODELS)
+    def known(_: Key) -> dict[Counts, T]:
+        return {}
+
+    def found(key: Key, prefill: int, decode: int, colocated: int) -> T:
+        answers = known(key)
+        counts = (prefill, decode, colocated)
+        if counts not in answers:
+            answers[counts] = compute(key, *counts)
+        return answers[counts]
+
+    return found
+
+
+@_remembered
 def _ranked_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     """Makespan by the queueing network."""
     model = model_of(key)
     return makespan_s(model.phases, model.machine, prefill, decode, colocated)
 
 
-@lru_cache(maxsize=512)
+@_remembered
 def _replayed_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     """Mean makespan over the model's batches; where batches overlap, the time from the end of one to the end of the next."""
     model = model_of(key)
@@ -53,7 +72,7 @@ def _replayed_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
 
 
-@lru_cache(maxsize=64)
+@_remembered
 def _batches_s(key: Key, prefill: int, decode: int, colocated: int) -> tuple[float, ...]:
     """Makespans of the model's batches, each as it is."""
     model = model_of(key)
@@ -61,7 +80,7 @@ def _batches_s(key: Key, prefill: int, decode: int, colocated: int) -> tuple[flo
     return tuple(replay(draw, model.machine, *counts).makespan_s for draw in model.draws)
 
 
-@lru_cache(maxsize=512)
+@_remembered
 def _flow(key: Key, prefill: int, decode: int, colocated: int) -> Flowed:
     """Batch after batch as the pipeline admits them: a batch's longest trajectories are company for the next one, and hold up the one
     after that."""

@@ -36,6 +36,8 @@ LEAST_MISSED: Final = 0.1
 LENDING: Final = 0.75
 """Of what a choice may replay, where a decision may be two: without the training GPUs, and with them. Always, not only where it is two:
 so that what was replayed is known already when GPUs are lent or wanted back."""
+MODELS: Final = 16
+"""So many are kept, each with a sample, which may be a third of a megabyte: of a profile there are up to four, or eight on very many workers."""
 LEAST_SCALED: Final = 24
 """Workers of a replay that stands for a larger cluster: enough for any ratio."""
 
@@ -152,7 +154,7 @@ def key_of(profile: WorkloadProfile, evidence: Evidence, workers: int) -> Key:
     )
 
 
-@lru_cache(maxsize=16)
+@lru_cache(maxsize=MODELS)
 def model_of(key: Key) -> Model:
     """Batches as large as the job's, made of the sample in order: as many different ones as may be replayed."""
     sample = tuple(turns_of(trajectory) for trajectory in key.sample)

@@ -184,6 +184,7 @@ class PipelineSchedulerCore:
             for member in range(len(group.members))
             if not group.waiting and group.members[member].ended is None
         ]
+        again += state.held_out.tasks_left(self.config)
         effects: list[Effect] = []
         for each in again:
             if (each.trajectory, each.retry) in lost.tasks:
@@ -327,12 +328,15 @@ class PipelineSchedulerCore:
 
     def in_flight(self, state: PipelineState) -> frozenset[tuple[str, int]]:
         """Tasks (trajectory, retry) that were given out and have not ended."""
-        return frozenset(
+        trained_on = {
             (trajectory_id(batch.batch, group, index), member.retry)
             for batch in state.batches
             for group in batch.groups
             for index, member in enumerate(group.members)
             if not group.waiting and member.ended is None
+        }
+        return frozenset(
+            {*trained_on, *((each.trajectory, each.retry) for each in state.held_out.tasks_left(self.config))}
         )
 
     def _tasks(self, batch: int, group: Group) -> tuple[RolloutTask, ...]:

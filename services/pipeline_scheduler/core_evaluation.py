@@ -13,7 +13,7 @@ from services.pipeline_scheduler.config import Config
 from services.runtime.core import Effects, Refuse, Send
 
 MOST_ABANDONED = 4
-"""Evaluations whose late episodes keep their journal. An episode that is later still begins anew."""
+"""Newer evaluations after whose beginning late episodes no longer keep their journal: one that is later still begins anew."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +32,23 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
         """All of its episodes."""
         return tuple(TrajectoryId(f"{self.group}-m{episode}") for episode in range(config.evaluate_episodes))
 
+    def tasks(self, config: Config) -> tuple[RolloutTask, ...]:
+        """One for each episode; every version gets the same tasks."""
+        return tuple(
+            RolloutTask(
+                trajectory=name,
+                group=self.group,
+                batch=self.version,
+                retry=0,
+                task_seed=derived_seed(config.seed, "held-out") + episode,
+                sample_seed=derived_seed(config.seed, "held-out", self.version, episode),
+                min_version=self.version,
+                temperature=0.0,
+                evaluation=True,
+            )
+            for episode, name in enumerate(self.episodes(config))
+        )
+
     def left(self, config: Config) -> tuple[TrajectoryId, ...]:
         """Its episodes that did not end."""
         return tuple(name for name in self.episodes(config) if name not in self.rewards)
@@ -39,11 +56,12 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 class Abandoned(msgspec.Struct, frozen=True):
     """Held-out episodes that did not end before the next evaluation began: nobody waits for their reward, but agents still run them, and go
-    on from their journal, which begins above `floor`."""
+    on from their journal, which begins above `floor`. `newer`: evaluations that have begun since, but for the next."""
 
     group: str
     left: tuple[str, ...]
     floor: int
+    newer: int = 0
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -58,27 +76,19 @@ class HeldOut(msgspec.Struct, frozen=True):
         if not due or (self.current is not None and self.current.version >= serving):
             return self, ()
         new = Evaluation(version=serving, floor=floor)
-        tasks = tuple(
-            Send(
-                RolloutTask(
-                    trajectory=name,
-                    group=new.group,
-                    batch=serving,
-                    retry=0,
-                    task_seed=derived_seed(config.seed, "held-out") + episode,
-                    sample_seed=derived_seed(config.seed, "held-out", serving, episode),
-                    min_version=serving,
-                    temperature=0.0,
-                    evaluation=True,
-                )
-            )
-            for episode, name in enumerate(new.episodes(config))
-        )
-        abandoned = self.abandoned
+        tasks = tuple(Send(task) for task in new.tasks(config))
+        older = (msgspec.structs.replace(each, newer=each.newer + 1) for each in self.abandoned)
+        abandoned = tuple(each for each in older if each.newer < MOST_ABANDONED)
         if self.current is not None and (left := self.current.left(config)):
-            late = Abandoned(self.current.group, left, self.current.floor)
-            abandoned = (*abandoned, late)[-MOST_ABANDONED:]
+            abandoned = (*abandoned, Abandoned(self.current.group, left, self.current.floor))
         return HeldOut(new, abandoned), tasks
+
+    def tasks_left(self, config: Config) -> tuple[RolloutTask, ...]:
+        """Of the newest evaluation: given out, and not ended."""
+        if self.current is None:
+            return ()
+        left = self.current.left(config)
+        return tuple(task for task in self.current.tasks(config) if task.trajectory in left)
 
     def ended(self, message: TrajectoryCompleted, config: Config) -> tuple[HeldOut, Effects]:
         """An episode ended: with the last one, the version's reward is known."""
@@ -87,6 +97,8 @@ class HeldOut(msgspec.Struct, frozen=True):
             return self._without(message.trajectory), ()
         if message.trajectory not in current.episodes(config):
             return self, (Refuse(f"{brief(message.trajectory, 80)} is no episode of this evaluation"),)
+        if message.trajectory in current.rewards:
+            return self, ()  # its end came again
         rewards = {**current.rewards, message.trajectory: message.reward}
         new = msgspec.structs.replace(self, current=msgspec.structs.replace(current, rewards=rewards))
         if len(rewards) < config.evaluate_episodes:

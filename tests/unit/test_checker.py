@@ -584,6 +584,46 @@ async def test_an_event_stream_with_nothing_left_is_not_one_never_used(tmp_path)
     assert said == Trimmed(stream="demo_EV", gone=12)
 
 
+async def test_a_journal_purged_to_its_end_passes_also_where_the_ends_are_gone(tmp_path):
+    run = own_versions(Run())
+    bus, job = await _in_time(tmp_path, run)
+    job = replace(job, pipeline=replace(job.pipeline, keep_journal=False))
+    folder = tmp_path / "demo" / "attempts"
+    folder.mkdir(parents=True)
+    logged = b"".join(collect.LENGTH.pack(len(encode(each))) + encode(each) for each in run.attempts)
+    (folder / "a-w0.1.msgpack").write_bytes(logged)
+    await bus.purge("demo_JOURNAL", below_seq=1000)
+    assert (await collect.check(bus, job)).violations == ()
+    await bus.purge("demo_EV", below_seq=11)
+    assert (await collect.check(bus, job)).violations == ()
+
+
+def test_a_request_of_whose_interruptions_the_first_are_purged_passes():
+    run = Run()
+
+    def cut(attempt: int, prefix: int, received: int) -> RequestInterrupted:
+        return RequestInterrupted(
+            trajectory="http-g",
+            request="http-g/1",
+            attempt=attempt,
+            retry=0,
+            worker="a-w0",
+            prefix_len=prefix,
+            received=received,
+            cause="worker_gone",
+        )
+
+    for attempt, start, made, finish in ((1, 0, 2, "interrupted"), (2, 2, 3, "interrupted"), (3, 5, 9, "stop")):
+        run._log("http-g/1", attempt, start, made, finish)
+    last = run.journal[-1].seq
+    first, second = Journalled(last + 1, cut(1, 0, 2)), Journalled(last + 2, cut(2, 2, 3))
+    run.journal = [*run.journal, first, second]
+    assert run.check().violations == ()
+    run.journal = [second]
+    assert run.check(replace(EXPECTED, journal_from=second.seq)).violations == ()
+    assert "prefix_gap" in {each.rule for each in run.check().violations}, "of a journal that is whole it is a fault"
+
+
 async def test_a_kept_journal_that_was_trimmed_is_said_too(tmp_path):
     bus, job = await _in_time(tmp_path, own_versions(Run()))
     await bus.purge("demo_JOURNAL", below_seq=5)

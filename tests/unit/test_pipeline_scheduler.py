@@ -412,6 +412,41 @@ def test_evaluations_that_never_end_do_not_keep_the_journal_for_good() -> None:
     assert loop.state.journal_floor > 0
 
 
+def test_one_held_out_episode_that_never_ends_does_not_keep_the_journal_for_good() -> None:
+    """All evaluations after it end, so that it is the only one that is waited for."""
+    loop = Loop(msgspec.structs.replace(CONFIG, train_steps=12, evaluate_every=1, evaluate_episodes=2))
+    seq = 0
+    for version in range(11):
+        loop.serve(version)
+        for each in [task for task in loop.tasks() if task.batch == version and task.trajectory != "eval-v0-m0"]:
+            seq += 1
+            loop.feed(end(each, seq=seq))
+        loop.feed(step_finished(version))
+        held = [each.group for each in loop.state.held_out.abandoned]
+        assert held == (["eval-v0"] if 1 <= version <= 4 else [])
+        assert (loop.state.journal_floor > 0) == (version > 4)
+
+
+def test_a_held_out_episode_whose_task_is_lost_is_given_out_again() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=1, evaluate_episodes=2))
+    loop.serve(0)
+    lost, other = (task for task in loop.tasks() if task.evaluation)
+    assert {(lost.trajectory, 0), (other.trajectory, 0)} <= loop.core.in_flight(loop.state)
+    loop.feed(end(other))
+    assert (other.trajectory, 0) not in loop.core.in_flight(loop.state)
+    _, effects = loop.core.step(loop.state, Input(loop.now, TasksLost(frozenset({(lost.trajectory, 0)}))))
+    assert [each.message for each in effects if isinstance(each, Send)] == [lost]
+
+
+def test_the_end_of_a_held_out_episode_counts_once() -> None:
+    loop = Loop(msgspec.structs.replace(CONFIG, evaluate_every=1, evaluate_episodes=2))
+    loop.serve(0)
+    first, second = (task for task in loop.tasks() if task.evaluation)
+    for each in (end(first), end(second), msgspec.structs.replace(end(first), reward=-1.0)):
+        loop.feed(each)
+    assert [each.reward_mean for each in kinds(loop.sent, Evaluated)] == [1.0]
+
+
 def test_state_survives_a_restart_at_any_point() -> None:
     loop = Loop()
     loop.serve(0)

@@ -22,7 +22,7 @@ from services.decision_engine.correct import correction, smoothed
 from services.decision_engine.decide import answer, question_of
 from services.decision_engine.learn import Learned
 from services.decision_engine.predict_average import averaged, kept
-from services.decision_engine.predict_evidence import Evidence, Limits
+from services.decision_engine.predict_evidence import MODELS, Evidence, Limits
 from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, merged
 from services.decision_engine.predict_queueing import makespan_s, phases_of
 from services.decision_engine.predict_replay import flow, replay
@@ -215,11 +215,32 @@ def test_a_ratio_that_the_network_misjudges_says_nothing_of_the_others(monkeypat
     ranked = {(1, 7, 0): 200.0, (2, 6, 0): 50.0, (3, 5, 0): 50.0, (4, 4, 0): 50.0}
     wrong = (1, 7, 0)
     monkeypatch.setattr(predict, "_replayed_s", lambda key, *counts: replayed.get(counts, 70.0))
-    monkeypatch.setattr(predict, "makespan_s", lambda phases, machine, *counts: ranked.get(counts, 50.0))
+    monkeypatch.setattr(predict, "_ranked_s", lambda key, *counts: ranked.get(counts, 50.0))
     options = predict.candidates(PROFILE, 8, EVIDENCE, judged=[wrong])
     found = {(each.prefill, each.decode, each.colocated): each.base_s for each in options}
     assert found[wrong] == pytest.approx(100.0)
     assert found[2, 6, 0] == pytest.approx(65.0, rel=0.02)
+
+
+def test_what_was_computed_is_remembered_for_the_newest_models_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is kept by sample, and a sample may be a third of a megabyte: a job has a new one each train step."""
+    asked: list[object] = []
+    real = predict.makespan_s
+    monkeypatch.setattr(predict, "makespan_s", lambda *given: (asked.append(given), real(*given))[1])
+
+    def rank(number: int) -> int:
+        asked.clear()
+        sample = tuple((*each[:-1], each[-1] + number) for each in SAMPLE)
+        predict.candidates(PROFILE, 4, msgspec.structs.replace(EVIDENCE, sample=sample, quick=True))
+        return len(asked)
+
+    assert rank(1000) == 4 and rank(1000) == 0
+    for number in range(1, MODELS):
+        rank(1000 + number)
+    assert rank(1000) == 0
+    for number in range(1, MODELS + 1):
+        rank(2000 + number)
+    assert rank(1000) == 4
 
 
 def test_no_time_at_all_is_predicted_and_not_divided_by() -> None:
