@@ -57,7 +57,7 @@ GONE_GRACE_S: Final = 0.02
 """A worker that drained said so on another subject than the table that shows it gone: its last chunk is let in first."""
 FEW: Final = 4
 """So many requests or fewer: each message goes out at once. With more, those of several requests go out together."""
-GATHER_S: Final = 0.003
+GATHER_S: Final = 0.005
 """For so long messages gather then: one write for many requests costs the sender, the broker and the worker little more than one
 for one (docs/gateway.md), and no reply of a model is so short that its client would notice."""
 
