@@ -123,9 +123,24 @@ def _section(header: str, section: ast.ClassDef, lines: list[str]) -> list[str]:
     for node in section.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
-            comment = lines[(node.end_lineno or node.lineno) - 1].partition("  # ")[2].replace("|", "\\|")
+            comment = _said_of(node, lines).replace("|", "\\|")
+            if not comment:
+                raise SystemExit(
+                    f"services/jobfile/sections.py: {section.name}.{node.target.id} has no comment behind it"
+                )
             out.append(f"| `{node.target.id}` | {ast.unparse(node.annotation)} | {default} | {comment} |")
     return [*out, ""]
+
+
+def _said_of(node: ast.AnnAssign, lines: list[str]) -> str:
+    """The comment behind a key, or the ones above it."""
+    behind = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
+    above: list[str] = []
+    at = node.lineno - 2
+    while lines[at].lstrip().startswith("# "):
+        above.insert(0, lines[at].strip().removeprefix("# "))
+        at -= 1
+    return next((found for found in behind if found), " ".join(above))
 
 
 def _camel(name: str) -> str:
