@@ -37,13 +37,13 @@ def message_page() -> str:
             inspect.cleandoc(module.__doc__ or ""),
             "",
         ]
-        routes = _comments(Path(inspect.getfile(module)))
+        routes, fields = _comments(Path(inspect.getfile(module)))
         for cls in sorted(by_module[name], key=lambda each: inspect.getsourcelines(each)[1]):
-            lines += _message(cls, routes.get(cls.__name__, ""))
+            lines += _message(cls, routes.get(cls.__name__, ""), fields)
     return "\n".join(lines).rstrip() + "\n"
 
 
-def _message(cls: type[Message], route_comment: str) -> list[str]:
+def _message(cls: type[Message], route_comment: str, comments: dict[tuple[str, str], str]) -> list[str]:
     tag = cls.__struct_config__.tag
     lines = [
         f"### `{tag}`",
@@ -55,8 +55,11 @@ def _message(cls: type[Message], route_comment: str) -> list[str]:
     ]
     if cls in subjects.ROUTES and subjects.ROUTES[cls].family != "reply":
         lines += [f"Subject `{_subject(cls)}`, {'MessagePack' if cls.bulk else 'JSON'}.", ""]
-    rows = [f"| `{field.name}` | `{_type(field.type)}` | {_default(field)} |" for field in msgspec.structs.fields(cls)]
-    return [*lines, "| field | type | default |", "|---|---|---|", *rows, ""]
+    rows = [
+        f"| `{field.name}` | `{_type(field.type)}` | {_default(field)} | {comments.get((cls.__name__, field.name), '')} |"
+        for field in msgspec.structs.fields(cls)
+    ]
+    return [*lines, "| field | type | default | |", "|---|---|---|---|", *rows, ""]
 
 
 def _subject(cls: type[Message]) -> str:
@@ -87,16 +90,20 @@ def _default(field: msgspec.structs.FieldInfo) -> str:
     return "required" if field.default_factory is msgspec.NODEFAULT else "empty"
 
 
-def _comments(path: Path) -> dict[str, str]:
-    """The comment line directly above each class: sender -> receiver, delivery, key."""
+def _comments(path: Path) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
+    """The comment line directly above each class: sender -> receiver, delivery, key. And what is said of its fields."""
     source = path.read_text(encoding="utf-8")
     lines = source.splitlines()
-    found: dict[str, str] = {}
+    routes: dict[str, str] = {}
+    fields: dict[tuple[str, str], str] = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.ClassDef):
             above = lines[node.lineno - 2].strip() if node.lineno >= 2 else ""
-            found[node.name] = above.removeprefix("#").strip() if above.startswith("#") else ""
-    return found
+            routes[node.name] = above.removeprefix("#").strip() if above.startswith("#") else ""
+            for each in node.body:
+                if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
+                    fields[node.name, each.target.id] = _said_of(each, lines).replace("|", "\\|")
+    return routes, fields
 
 
 def configuration_page() -> str:
