@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import msgspec
 
 from messages.envelope import Bulk, Finite, Message
 from messages.ids import GroupId, Incarnation, PolicyVersion, RequestId, RoleGeneration, TrajectoryId, WorkerId
+
+PLAIN: Final = "http-"
+"""Requests of the gateway outside of any session, and the trajectory that they are journalled under, begin with it. That journal is
+purged with everybody's: nothing holds it."""
 
 
 # pipeline_scheduler -> agent. Durable work queue (TASKS), acknowledged when the trajectory's end is in the stream.

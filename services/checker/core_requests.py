@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from messages.agent import AttemptLogged, RequestInterrupted, TurnFinished
+from messages.agent import PLAIN, AttemptLogged, RequestInterrupted, TurnFinished
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.checker.core_report import Expected, Found, Try
 
@@ -56,7 +56,9 @@ def check_requests(
     ended = {trajectory for trajectory, _ in by_try}
     for request in sorted({*cut, *finished, *numbers}):
         chain = sorted(cut[request], key=lambda record: record.attempt)
-        received = _check_chain(found, request, chain, begun_before=expected.journal_from > 1)
+        # Of agents' and sessions' requests all or nothing is purged: their records are written on the condition that the last is there.
+        partly_gone = expected.journal_from > 1 and request.startswith(PLAIN)
+        received = _check_chain(found, request, chain, partly_gone)
         turn = finished.get(request)
         if turn is not None and len(turn.reply) < received:
             found.add("prefix_lost", f"{request}: {received} tokens had reached the client, {len(turn.reply)} are kept")
@@ -74,13 +76,10 @@ def check_requests(
             found.lost_with_edge += _left(chain, numbers[request], request, runs)
 
 
-def _check_chain(found: Found, request: str, chain: Sequence[RequestInterrupted], *, begun_before: bool) -> int:
-    """Interruptions follow on one another. Returns the tokens that had arrived after the last.
-
-    `begun_before`: the journal is purged from below, so that those before a later attempt's may be gone.
-    """
+def _check_chain(found: Found, request: str, chain: Sequence[RequestInterrupted], partly_gone: bool) -> int:
+    """Interruptions follow on one another. Returns the tokens that had arrived after the last. `partly_gone`: the first may be purged."""
     received = last = 0
-    if begun_before and chain and chain[0].attempt > 1:
+    if partly_gone and chain and chain[0].attempt > 1:
         received = chain[0].prefix_len
     for record in chain:
         where = f"{request} attempt {record.attempt}"

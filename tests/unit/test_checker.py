@@ -622,6 +622,9 @@ def test_a_request_of_whose_interruptions_the_first_are_purged_passes():
     run.journal = [second]
     assert run.check(replace(EXPECTED, journal_from=second.seq)).violations == ()
     assert "prefix_gap" in {each.rule for each in run.check().violations}, "of a journal that is whole it is a fault"
+    run.journal = [Journalled(second.seq, replace(second.record, request="t-0/0"))]
+    found = run.check(replace(EXPECTED, journal_from=second.seq)).violations
+    assert "prefix_gap" in {each.rule for each in found}, "and of an agent's request"
 
 
 async def test_a_kept_journal_that_was_trimmed_is_said_too(tmp_path):

@@ -17,7 +17,7 @@ from typing import Final
 
 import msgspec
 
-from messages.agent import VersionSpan
+from messages.agent import PLAIN, VersionSpan
 from messages.ids import Activity, PolicyVersion, RequestId, TrajectoryId
 from pearl_state.model import RoleTable, Row
 from services.edge.request import (
@@ -39,8 +39,6 @@ from services.router.gateway.text import TextStream
 from services.router.gateway.vocabulary import Vocabulary
 
 RETRY_AFTER_S: Final = 1
-PLAIN: Final = "http-"
-"""Ids of requests outside of any session begin with it."""
 SEED_BITS: Final = 53
 HOLD_MS: Final = 100
 """How long a worker may hold tokens of a reply that is sent whole, and that nobody trains on: so much a request that is aborted, or

@@ -11,10 +11,11 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from messages.agent import PLAIN
 from services.router.gateway import api, tool_calls
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import PLAIN, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import (
     Replies,
     affinity_of,

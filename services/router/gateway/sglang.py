@@ -14,10 +14,11 @@ from typing import Any, Final
 import msgspec
 from aiohttp import web
 
+from messages.agent import PLAIN
 from services.router.gateway import api
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import PLAIN, Choice, Generation, Sampling, seed_of
+from services.router.gateway.generation import Choice, Generation, Sampling, seed_of
 from services.router.gateway.replies import Replies, affinity_of, all_of, metadata_of, stops_of, versions_of
 from services.router.gateway.server import DONE, Call, EventStream, answer, event
 from services.router.gateway.sessions import NO_PARENT, Asked, Session, turn_seed

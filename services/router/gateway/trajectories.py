@@ -17,7 +17,7 @@ import contextlib
 import secrets
 from typing import Final
 
-from messages.agent import RequestInterrupted, RolloutTask, TurnFinished
+from messages.agent import PLAIN, RequestInterrupted, RolloutTask, TurnFinished
 from messages.envelope import UndecodableMessage, encode
 from messages.ids import TrajectoryId
 from messages.pipeline_scheduler import TrajectoryCompleted
@@ -204,7 +204,7 @@ class Trajectories:
         """The same for a request outside of any trajectory, so that a run can be checked. Losing it costs no client anything."""
         if interruption.cause in ("stop_string", "abort"):
             return
-        record = _interrupted(TrajectoryId(f"http-{self._instance}"), 0, interruption)
+        record = _interrupted(TrajectoryId(f"{PLAIN}{self._instance}"), 0, interruption)
         try:
             await self._bus.publish_durable(
                 subject_of(self._config.job, record), encode(record), msg_id=message_id(record) or ""
