@@ -158,9 +158,16 @@ async def test_mini_swe_agent_notices_nothing(served: Served, tmp_path: Path) ->
     assert await streamed(client, calm[0].asked()) == undisturbed[0][1]
 
     states = served.states
-    runs = [Run(task, tmp_path / "disturbed", url) for task in tasks]
-    playing = [asyncio.create_task(run.play()) for run in runs]
+    runs: list[Run] = []
     enough = asyncio.Event()
+
+    async def play_again(task: Task) -> None:
+        """As long as there is something to come: on a slow machine the agents would be done before it."""
+        while not enough.is_set():
+            runs.append(Run(task, tmp_path / f"disturbed-{len(runs)}", url))
+            await runs[-1].play()
+
+    playing = [asyncio.create_task(play_again(task)) for task in tasks]
 
     async def ask_streaming(run: Run, second: tuple[str, list[str]]) -> None:
         while not enough.is_set():
@@ -173,9 +180,7 @@ async def test_mini_swe_agent_notices_nothing(served: Served, tmp_path: Path) ->
         running = [each.state for each in states.values() if on(each, worker)]
         return {state.spec.hold_ms == 0 for state in running if 0 < len(state.tokens) < LONG}
 
-    async with asyncio.timeout(120):  # the agents' processes have no event for it
-        while not any(prefilled_on(each, "n1-w0") and each.state.spec.hold_ms for each in states.values()):  # noqa: ASYNC110
-            await asyncio.sleep(0.005)
+    await until(lambda: any(prefilled_on(each, "n1-w0") and each.state.spec.hold_ms for each in states.values()))
     await served.kill("n1-w0")  # prefill
     await served.move(["n1-w0"], Move.LOSE)
     await until(lambda: len(midway("n1-w2")) == 2)
@@ -187,7 +192,9 @@ async def test_mini_swe_agent_notices_nothing(served: Served, tmp_path: Path) ->
     enough.set()
     await asyncio.gather(*streams)
     await asyncio.gather(*playing)
-    assert [run.said() for run in runs] == undisturbed
-    assert [await run.solved() for run in runs] == [True] * len(tasks)
+    said_calmly = {run.task.name: run.said() for run in calm}
+    for run in runs:
+        assert run.said() == said_calmly[run.task.name]
+        assert await run.solved()
     hit = {(record.worker, record.cause == "interrupted") for record in await served.assert_nothing_regenerated()}
     assert hit >= {("n1-w2", False), ("n1-w3", True)}

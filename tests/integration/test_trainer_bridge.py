@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from messages.envelope import Message
 from messages.ids import Epoch
 from messages.pipeline_scheduler import StepFinished, WeightsPublished
 from messages.toggle_manager import TrainerReady, TrainerReleased
@@ -29,6 +30,7 @@ from services.trainer.service import Trainer
 from services.trainer.tokens import build
 from tests.integration.test_trainer_service import SOON_S, Rig, names
 from tests.integration.trainer_batches import job_toml, make_batch
+from tests.waiting import until
 
 
 class Foreign(Rig):
@@ -43,6 +45,7 @@ class Foreign(Rig):
         self.thread: list[threading.Thread] = []
         self.failing = ""
         self.desk = self.new_desk()
+        self.service: Trainer | None = None
 
     def new_desk(self) -> Desk:
         return Desk(
@@ -63,11 +66,19 @@ class Foreign(Rig):
             (folder / "weights.bin").write_text(f"{what} {self.desk.version}")
         return 7
 
+    async def tell(self, message: Message) -> None:
+        """Once it obeys no other command: what comes before that is dropped, for whoever gives commands repeats them."""
+        assert self.service is not None
+        service = self.service
+        await until(lambda: not service.busy)
+        await super().tell(message)
+
     @asynccontextmanager
     async def loop(self, work: Callable[[Desk], Any]) -> AsyncIterator[asyncio.Task[Any]]:
         """The protocol, and `work` in the caller's thread."""
         stop = asyncio.Event()
-        self.running = asyncio.create_task(Trainer(self.job, self.broker.connect(), parts=(self.desk, build)).run(stop))
+        self.service = Trainer(self.job, self.broker.connect(), parts=(self.desk, build))
+        self.running = asyncio.create_task(self.service.run(stop))
         caller = asyncio.create_task(asyncio.to_thread(work, self.desk))
         try:
             yield caller
