@@ -35,15 +35,15 @@ test: setup
 check: setup
 	$(MAKE) --jobs 2 --output-sync lint types quick
 
-lint:
+lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-types:
+types: setup
 	$(BIN)/pyright
 
 # A quarter of the hostile and random variants that `make test` tries (tests/conftest.py).
-quick:
+quick: setup
 	$(PYTEST) $(IN_PARALLEL) --hypothesis-profile brief -m "not slow" \
 		tests/unit tests/paper tests/scenarios tests/contract tests/sim tests/tidy
 
