@@ -102,7 +102,7 @@ def _comments(path: Path) -> tuple[dict[str, str], dict[tuple[str, str], str]]:
             routes[node.name] = above.removeprefix("#").strip() if above.startswith("#") else ""
             for each in node.body:
                 if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name):
-                    fields[node.name, each.target.id] = _said_of(each, lines).replace("|", "\\|")
+                    fields[node.name, each.target.id] = _said_of(each, lines)
     return routes, fields
 
 
@@ -130,7 +130,7 @@ def _section(header: str, section: ast.ClassDef, lines: list[str]) -> list[str]:
     for node in section.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             default = "required" if node.value is None else f"`{ast.unparse(node.value)}`"
-            comment = _said_of(node, lines).replace("|", "\\|")
+            comment = _said_of(node, lines)
             if not comment:
                 raise SystemExit(
                     f"services/jobfile/sections.py: {section.name}.{node.target.id} has no comment behind it"
@@ -140,14 +140,14 @@ def _section(header: str, section: ast.ClassDef, lines: list[str]) -> list[str]:
 
 
 def _said_of(node: ast.AnnAssign, lines: list[str]) -> str:
-    """The comment behind a key, or the ones above it."""
+    """The comment behind a key, or the ones above it, as a cell of a table."""
     behind = [line.partition("  # ")[2] for line in lines[node.lineno - 1 : node.end_lineno]]
     above: list[str] = []
     at = node.lineno - 2
     while lines[at].lstrip().startswith("# "):
         above.insert(0, lines[at].strip().removeprefix("# "))
         at -= 1
-    return next((found for found in behind if found), " ".join(above))
+    return next((found for found in behind if found), " ".join(above)).replace("|", "\\|")
 
 
 def _camel(name: str) -> str:

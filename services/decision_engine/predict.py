@@ -66,10 +66,11 @@ def _replayed_s(key: Key, prefill: int, decode: int, colocated: int) -> float:
     model = model_of(key)
     if key.limits.in_flight_percent:
         return _flow(key, prefill, decode, colocated).period_s
-    prefill, decode, colocated = shrunk(prefill, decode, colocated, model.shrink)
-    # Ratios share their luck among neighbours (`smoothed`); colocation has none: it is replayed in the other order, too.
-    draws = [*model.draws, *(draw[::-1] for draw in model.draws if colocated)]
-    return sum(replay(draw, model.machine, prefill, decode, colocated).makespan_s for draw in draws) / len(draws)
+    took_s = _batches_s(key, prefill, decode, colocated)
+    if colocated:  # Ratios share their luck among neighbours (`smoothed`); colocation has none: it is replayed in the other order, too.
+        counts = shrunk(prefill, decode, colocated, model.shrink)
+        took_s += tuple(replay(draw[::-1], model.machine, *counts).makespan_s for draw in model.draws)
+    return sum(took_s) / len(took_s)
 
 
 @_remembered

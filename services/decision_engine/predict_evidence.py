@@ -56,8 +56,11 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def shared(self, lending: bool) -> Limits:
         """What is left for one choice where GPUs may be lent."""
-        turns = max(1, round(LENDING * self.replay_turns)) if lending else self.replay_turns
-        return msgspec.structs.replace(self, replay_turns=turns)
+        return self.replaying(LENDING) if lending else self
+
+    def replaying(self, times: float) -> Limits:
+        """The same, with so many times as many turns to replay."""
+        return msgspec.structs.replace(self, replay_turns=max(1, round(times * self.replay_turns)))
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -82,8 +85,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def replaying(self, times: float) -> Evidence:
         """The same, with so many times as many turns to replay."""
-        turns = max(1, round(times * self.limits.replay_turns))
-        return msgspec.structs.replace(self, limits=msgspec.structs.replace(self.limits, replay_turns=turns))
+        return msgspec.structs.replace(self, limits=self.limits.replaying(times))
 
 
 class Model(msgspec.Struct, frozen=True):

@@ -338,6 +338,11 @@ def test_a_torn_last_frame_is_left_out_and_a_broken_one_is_not():
         list(collect.frames(collect.LENGTH.pack(3) + b"abc" + frames[1]))
 
 
+def attempt_log(run: Run) -> bytes:
+    """As a worker writes it."""
+    return b"".join(collect.LENGTH.pack(len(encode(each))) + encode(each) for each in run.attempts)
+
+
 async def _published(tmp_path, run: Run, **pipeline: object):
     broker = MemoryBroker()
     bus = broker.connect()
@@ -348,7 +353,7 @@ async def _published(tmp_path, run: Run, **pipeline: object):
         await bus.publish_durable(subject_of("demo", message), encode(message), msg_id=f"{message_id(message)}:{index}")
     folder = tmp_path / "demo" / "attempts"
     folder.mkdir(parents=True)
-    data = b"".join(collect.LENGTH.pack(len(encode(entry))) + encode(entry) for entry in run.attempts)
+    data = attempt_log(run)
     (folder / "a-w0.1.msgpack").write_bytes(data)
     job = JobFile(
         job=JobSection(data_dir=str(tmp_path)),
@@ -590,8 +595,7 @@ async def test_a_journal_purged_to_its_end_passes_also_where_the_ends_are_gone(t
     job = replace(job, pipeline=replace(job.pipeline, keep_journal=False))
     folder = tmp_path / "demo" / "attempts"
     folder.mkdir(parents=True)
-    logged = b"".join(collect.LENGTH.pack(len(encode(each))) + encode(each) for each in run.attempts)
-    (folder / "a-w0.1.msgpack").write_bytes(logged)
+    (folder / "a-w0.1.msgpack").write_bytes(attempt_log(run))
     await bus.purge("demo_JOURNAL", below_seq=1000)
     assert (await collect.check(bus, job)).violations == ()
     await bus.purge("demo_EV", below_seq=11)

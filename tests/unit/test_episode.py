@@ -102,6 +102,12 @@ def job_of(entry="Talk", **options) -> JobFile:
     )
 
 
+def patient_job() -> JobFile:
+    """In which no silence is ever taken for a worker's end."""
+    job = job_of()
+    return JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
+
+
 def true_reply(seed: int) -> list[int]:
     return [100 + (seed + index) % 500 for index in range(REPLY - 1)] + [1]
 
@@ -204,9 +210,7 @@ async def test_an_incident_in_the_middle_changes_nothing_of_the_trajectory(incid
 
 
 async def test_a_worker_that_the_table_shows_gone_is_given_up_before_it_is_silent_for_long():
-    job = job_of()
-    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
-    async with World("die:2", job=job) as world:
+    async with World("die:2", job=patient_job()) as world:
 
         def gone_and_back() -> None:
             world.table.write(serving=False)
@@ -224,9 +228,7 @@ async def test_an_attempt_that_ended_by_itself_is_not_given_up_once_more_for_a_t
 ):
     waits: list = []  # for the grace that such an attempt has, which ends when the test says so
     monkeypatch.setattr("services.edge.request.GONE_GRACE_S", 0)
-    job = job_of()
-    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
-    async with World("cut:1", "hold:1", job=job) as world:
+    async with World("cut:1", "hold:1", job=patient_job()) as world:
         world.cluster.before = asyncio.Event()
         edge = await world.edge()
         give_up = edge._declare_lost
@@ -249,9 +251,7 @@ async def test_an_attempt_that_ended_by_itself_is_not_given_up_once_more_for_a_t
 
 
 async def test_a_chunk_that_cannot_be_read_is_not_waited_out_as_silence():
-    job = job_of()
-    job = JobFile(agent=AgentSection(silence_ms=60_000), environment=job.environment, pipeline=job.pipeline)
-    async with World("garble:2", job=job) as world:
+    async with World("garble:2", job=patient_job()) as world:
         edge = await world.edge()
         # Of a kind, a request or a form that is none of ours: counted, and nothing else.
         head = {"kind": "token.chunk/1", "request": "nobody's", "attempt": 1, "worker": "a-w0", "incarnation": 1}
