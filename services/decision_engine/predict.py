@@ -28,7 +28,7 @@ ODD: Final = 0.1
 """Logarithm beyond which a ratio's replayed over ranked makespan has nothing to do with the best one's."""
 LUCKIEST: Final = 0.005
 """Of several ratios the one predicted best is predicted too well, for it was picked by its luck, too; colocation is only one. A share of a makespan."""
-GATE: Final = 2.7
+GATE: Final = 4
 """So many times as much is replayed to say what a borrow saves: two replays a decision, on whose difference it stands alone."""
 LEARNING: Final = 4
 """So much more is replayed to predict a batch that was measured: once a batch, and its luck would be learned."""

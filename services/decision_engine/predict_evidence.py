@@ -22,7 +22,7 @@ SHORTLIST: Final = 3
 """Ratios that are replayed because they rank first, beside colocation and those that must be judged."""
 CLIMB: Final = 2
 """And so many more, neighbours of the best that was replayed."""
-MOST_MERGED: Final = 4
+MOST_MERGED: Final = 8
 """Turns that one replayed turn may stand for."""
 MOST_DRAWS: Final = 4
 """Batches that one configuration is replayed with at most."""
@@ -30,10 +30,10 @@ FLOW: Final = 2
 """Where each batch begins as slots of the one before free up, so many times those that may be open at once are replayed in one flow."""
 MOST_FLOW: Final = 8
 """And never more batches."""
-MOST_MERGED_FLOW: Final = 20
+MOST_MERGED_FLOW: Final = 24
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
-LENDING: Final = 0.75
+LENDING: Final = 0.5
 """Of what a choice may replay, where a decision may be two: without the training GPUs, and with them. Always, not only where it is two:
 so that what was replayed is known already when GPUs are lent or wanted back."""
 MODELS: Final = 16
@@ -56,11 +56,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     def shared(self, lending: bool) -> Limits:
         """What is left for one choice where GPUs may be lent."""
-        return self.replaying(LENDING) if lending else self
-
-    def replaying(self, times: float) -> Limits:
-        """The same, with so many times as many turns to replay."""
-        return msgspec.structs.replace(self, replay_turns=max(1, round(times * self.replay_turns)))
+        if not lending:
+            return self
+        return msgspec.structs.replace(self, replay_turns=max(1, round(LENDING * self.replay_turns)))
 
     def numbers(self) -> dict[str, float]:
         """As a decision record keeps them."""
@@ -77,6 +75,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
     quick: bool = False  # rank by the queueing network, replay nothing
     train_s: float = 0.0  # of a train step, where batches overlap; 0: not known
     averages: tuple[Averaged, ...] = ()  # what earlier samples predicted (`predict_average.py`)
+    care: float = 1.0  # so many times as many turns are replayed as the limits say
 
     @property
     def usable(self) -> bool:
@@ -85,7 +84,7 @@ class Evidence(msgspec.Struct, frozen=True, kw_only=True):
 
     def replaying(self, times: float) -> Evidence:
         """The same, with so many times as many turns to replay."""
-        return msgspec.structs.replace(self, limits=self.limits.replaying(times))
+        return msgspec.structs.replace(self, care=times)
 
 
 class Model(msgspec.Struct, frozen=True):
@@ -97,7 +96,7 @@ class Model(msgspec.Struct, frozen=True):
     shrink: int  # the replay has so many times fewer workers and trajectories
 
 
-class Key(msgspec.Struct, frozen=True):
+class Key(msgspec.Struct, frozen=True, cache_hash=True):
     """All that a model follows from; hashable."""
 
     sample: tuple[tuple[int, ...], ...]
@@ -113,6 +112,7 @@ class Key(msgspec.Struct, frozen=True):
     measured_on: Counts | None
     quick: bool
     train_s: float
+    care: float
 
 
 def turns_of(trajectory: Sequence[int]) -> Turns:
@@ -153,23 +153,31 @@ def key_of(profile: WorkloadProfile, evidence: Evidence, workers: int) -> Key:
         measured_on=evidence.measured_on,
         quick=evidence.quick,
         train_s=evidence.train_s if evidence.limits.in_flight_percent else 0.0,
+        care=evidence.care,
     )
+
+
+@lru_cache(maxsize=MODELS)
+def _unpacked(sample: tuple[tuple[int, ...], ...], batch: int) -> tuple[tuple[Turns, ...], tuple[Phase, ...]]:
+    """A sample's trajectories, and the phases of a batch of so many: the same however much of it is replayed."""
+    trajectories = tuple(turns_of(trajectory) for trajectory in sample)
+    return trajectories, phases_of(trajectories, batch / len(trajectories))
 
 
 @lru_cache(maxsize=MODELS)
 def model_of(key: Key) -> Model:
     """Batches as large as the job's, made of the sample in order: as many different ones as may be replayed."""
-    sample = tuple(turns_of(trajectory) for trajectory in key.sample)
+    sample, phases = _unpacked(key.sample, key.batch)
     mean_turns = sum(len(turns) for turns in sample) / len(sample)
-    each = key.limits.replay_turns / (SHORTLIST + CLIMB)
+    each = key.care * key.limits.replay_turns / (SHORTLIST + CLIMB)
     shrink = 1
     if key.batch * mean_turns > each:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.scales))
     size = max(1, key.batch // shrink)
     flows = batches_in_flow(key.limits)
     played, most_merged = (flows * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)
-    parts = min(most_merged, round(played * mean_turns / each)) if played * mean_turns > each else 1
-    replayed = tuple(merged(turns, parts) for turns in sample)
+    together = min(most_merged, max(1.0, played * mean_turns / each))
+    replayed = tuple(merged(turns, together) for turns in sample)
     # As many different batches as may be replayed; where the sample makes no other, the same one in another order.
     most = flows or max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))
     draws = tuple(_batch(replayed, size, draw) for draw in range(most))
@@ -184,8 +192,11 @@ def model_of(key: Key) -> Model:
         tokens_per_request=key.limits.tokens_per_request,
         fused=bool(key.limits.fused),
     )
-    machine = msgspec.structs.replace(machine, missed=_missed(draws[0], machine, key, shrink))
-    return Model(draws, phases_of(sample, key.batch / len(sample)), machine, shrink)
+    if key.care == 1.0:
+        missed = _missed(draws[0], machine, key, shrink)
+    else:  # A replay more, which says much the same.
+        missed = model_of(msgspec.structs.replace(key, care=1.0)).machine.missed
+    return Model(draws, phases, msgspec.structs.replace(machine, missed=missed), shrink)
 
 
 def batches_in_flow(limits: Limits) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import msgspec
 
@@ -106,13 +108,16 @@ class Flowed(msgspec.Struct, frozen=True):
         )
 
 
-def merged(turns: Turns, parts: int) -> Turns:
-    """The same trajectory in turns that stand for `parts` consecutive ones each: the same sums, fewer events."""
-    if parts <= 1:
+def merged(turns: Turns, most: float) -> Turns:
+    """The same trajectory in turns that stand for up to `most` consecutive ones each, in the mean, all for about as many: the same sums,
+    fewer events."""
+    spans = math.ceil(len(turns) / most)
+    if spans >= len(turns):
         return turns
+    edges = [at * len(turns) // spans for at in range(spans + 1)]
     found: list[tuple[int, int, float, int]] = []
-    for at in range(0, len(turns), parts):
-        span = turns[at : at + parts]
+    for first, last in pairwise(edges):
+        span = turns[first:last]
         found.append(
             (sum(t[0] for t in span), sum(t[1] for t in span), sum(t[2] for t in span), sum(t[3] for t in span))
         )

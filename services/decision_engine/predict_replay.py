@@ -93,12 +93,18 @@ class _Run:
         heapq.heappush(self.events, (at_s, self.ties, kind, value, None))
 
     def next(self) -> tuple[float, int, int] | None:
-        """(now, kind, session) of the next event that is no worker's own. None: nothing happens any more."""
-        events = self.events
+        """(now, kind, session) of the next trajectory that ends (TURN) or GROW. None: nothing happens any more."""
+        events, turn, batch = self.events, self.turn, self.batch
         while events:
             now, tie, kind, value, worker = heapq.heappop(events)
             if worker is None:
-                return now, kind, value
+                if kind == TURN and turn[value] < len(batch[value]):
+                    self.request(value, now)
+                elif kind == ARRIVAL:
+                    self.arrived(value, now)
+                else:
+                    return now, kind, value
+                continue
             if worker.stamp != value:
                 continue  # something was due earlier
             if worker.tie != tie:  # put off since
@@ -125,7 +131,7 @@ class _Run:
             if kind == GROW:
                 if grow is not None:
                     self.add(grow)
-            elif self.happens(kind, session, now):
+            else:
                 self.ends_s.append(now)
                 if started < count:
                     self.push(now, TURN, started)
@@ -134,21 +140,6 @@ class _Run:
                     left_s = now
                     self.push(now + grow.delay_s, GROW, 0)
         return Replayed(self.ends_s[-1] if self.ends_s else 0.0, tuple(self.ends_s), max(left_s, 0.0), self.computed)
-
-    def happens(self, kind: int, session: int, now: float) -> bool:
-        """Whether a trajectory ended with it."""
-        if kind == TURN:
-            if self.turn[session] >= len(self.batch[session]):
-                return True
-            self.request(session, now)
-            return False
-        home = self.home[session]
-        assert home is not None
-        self.progress(home, now)
-        heapq.heappush(home.ends, (home.clock + max(self.now_turn[session][1] - 1, 0), session))
-        home.kv += self.context[session]
-        self.settle(home, now)
-        return False
 
     def flow(self, pipeline: Pipeline) -> Flowed:
         """Sessions are those of batch after batch."""
@@ -174,7 +165,7 @@ class _Run:
             now, kind, session = event
             if kind == GROW:
                 trained += 1
-            elif self.happens(kind, session, now):
+            else:
                 running -= 1
                 ends[session] = now
                 left[session // size] -= 1
@@ -276,6 +267,15 @@ class _Run:
         if ended or not source.group:
             self.settle(source, now)
 
+    def arrived(self, session: int, now: float) -> None:
+        """The prompt's KV is with the decoder: the first token is made, it decodes the others."""
+        home = self.home[session]
+        assert home is not None
+        self.progress(home, now)
+        heapq.heappush(home.ends, (home.clock + self.now_turn[session][1] - 1, session))
+        home.kv += self.context[session]
+        self.settle(home, now)
+
     # ---- a worker ----
 
     def progress(self, worker: _Worker, now: float) -> bool:
@@ -303,7 +303,7 @@ class _Run:
             else:
                 context, clock = self.context, worker.clock
                 for session in group:  # its prompt is computed, with the first token: it decodes the others
-                    heapq.heappush(ends, (clock + max(self.now_turn[session][1] - 1, 0), session))
+                    heapq.heappush(ends, (clock + self.now_turn[session][1] - 1, session))
                     worker.kv += context[session]
         return ended
 
@@ -340,15 +340,16 @@ class _Run:
 
     def settle(self, worker: _Worker, now: float) -> None:
         """What it does from now on, until when."""
-        machine, ends, kv = self.machine, worker.ends, worker.kv
-        iteration_s = machine.kv_s * kv if kv > 0 else 0.0
-        if ends or machine.fused:
-            iteration_s += machine.fixed_s
+        ends = worker.ends
         if not worker.group:
+            machine, kv = self.machine, worker.kv
+            iteration_s = machine.kv_s * kv if kv > 0 else 0.0
+            if ends or machine.fused:
+                iteration_s += machine.fixed_s
             if worker.prompts:
                 self.begin(worker, iteration_s, now)
             else:
-                worker.rate = 1 / max(iteration_s, LEAST_S)
+                worker.rate = 1 / iteration_s if iteration_s > LEAST_S else 1 / LEAST_S
         due = worker.group_end_s if worker.group else -1.0
         if ends:
             left = ends[0][0] - worker.clock

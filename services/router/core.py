@@ -29,6 +29,8 @@ ROOMS = 1 << 31
 LONGEST_ID = 256
 """Characters of an id or worker name; longer ones are refused, since ids are kept in memory."""
 MOST_AVOIDED = 1024
+MOST_RANGES = 64
+"""Of versions asked for, whose workers are remembered until the next table."""
 _LOAD = attrgetter("load")
 
 
@@ -72,8 +74,8 @@ class RouterCore:
         self._epoch = -1
         self._seats: dict[str, Seat] = {}
         self._decoders: list[Seat] = []  # colocated and decode workers, which a request can run on
-        self._prefillers: list[Seat] = []
-        self._versions: frozenset[int] = frozenset()  # of the prefill workers
+        self._prefillers: dict[int, list[Seat]] = {}  # by version
+        self._able_of: dict[tuple[int, int], list[Seat]] = {}  # oldest, newest version -> of those decoders (`_able`)
         self._sessions: OrderedDict[str, tuple[str, str]] = OrderedDict()  # -> decode or colocated, prefill worker
         self._paused_by = ""
         self._paused_since_ms = 0
@@ -92,8 +94,11 @@ class RouterCore:
             self._seats[row.worker] = seat
         seats = self._seats.values()
         self._decoders = [seat for seat in seats if seat.row.role in (Role.COLOCATED, Role.DECODE)]
-        self._prefillers = [seat for seat in seats if seat.row.role is Role.PREFILL]
-        self._versions = frozenset(seat.row.version for seat in self._prefillers)
+        self._prefillers = {}
+        for seat in seats:
+            if seat.row.role is Role.PREFILL:
+                self._prefillers.setdefault(seat.row.version, []).append(seat)
+        self._able_of.clear()
         paused_by = table.admission_paused or ""
         if paused_by != self._paused_by:
             self._paused_by, self._paused_since_ms = paused_by, now_ms
@@ -125,11 +130,9 @@ class RouterCore:
         if request.avoid:
             avoided = frozenset(request.avoid)
             able = [seat for seat in able if seat.row.worker not in avoided] or able
-        most = self._most_in_flight
-        free = [seat for seat in able if seat.load < most]
-        if not free:
+        seat = self._choose(able, affine, request.context_tokens)
+        if seat is None:
             return self._not_now(request, self.config.full_retry_ms, "all workers full")
-        seat = self._choose(free, affine, request.context_tokens)
         if seat.row.role is Role.COLOCATED:
             return self._place(request, seat, None)
         prefiller = self._prefiller(seat.row.version, request)
@@ -152,25 +155,26 @@ class RouterCore:
         worker = request.last_worker or self._sessions.get(request.trajectory, ("", ""))[0]
         return self._seats.get(worker)
 
-    def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat:
-        """The least loaded, or the one with the prefix unless that is clearly more loaded."""
+    def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat | None:
+        """The least loaded, or the one with the prefix unless that is clearly more loaded. None: all are full."""
+        most = self._most_in_flight
         least = min(seats, key=_LOAD)
-        if affine is None or affine not in seats:
+        if least.load >= most:
+            return None
+        if affine is None or affine.load >= most or affine not in seats:
             return least
         worth = min(self.config.max_running // 2, 1 + context_tokens // self.config.tokens_per_request)
         return affine if affine.load <= least.load + worth else least
 
     def _able(self, request: AssignRequest, affine: Seat | None) -> list[Seat]:
         """Workers that may run the request: at its version, decode workers only with a prefill worker of theirs."""
-        oldest, newest = request.min_version, request.max_version
-        versions = self._versions
-        able = [
-            seat
-            for seat in self._decoders
-            if seat.row.version >= oldest
-            and not 0 <= newest < seat.row.version
-            and (seat.row.role is Role.COLOCATED or seat.row.version in versions)
-        ]
+        versions = (request.min_version, request.max_version)
+        able = self._able_of.get(versions)
+        if able is None:
+            able = self._able_at(*versions)
+            if len(self._able_of) >= MOST_RANGES:
+                self._able_of.clear()
+            self._able_of[versions] = able
         self._turn += 1
         start = self._turn % len(able) if able else 0
         window = (able[start:] + able[:start])[: self.config.most_compared]
@@ -178,14 +182,22 @@ class RouterCore:
             window.append(affine)
         return window
 
+    def _able_at(self, oldest: int, newest: int) -> list[Seat]:
+        return [
+            seat
+            for seat in self._decoders
+            if seat.row.version >= oldest
+            and not 0 <= newest < seat.row.version
+            and (seat.row.role is Role.COLOCATED or seat.row.version in self._prefillers)
+        ]
+
     def _prefiller(self, version: PolicyVersion, request: AssignRequest) -> Seat | None:
         """A prefill worker of exactly this version (KV of another is refused by its receiver) that is not full."""
-        same = [seat for seat in self._prefillers if seat.row.version == version]
-        able = [seat for seat in same if seat.row.worker not in request.avoid] or same
+        able = self._prefillers[version]  # of a decode worker that is able
+        if request.avoid:
+            able = [seat for seat in able if seat.row.worker not in request.avoid] or able
         affine = self._seats.get(self._sessions.get(request.trajectory, ("", ""))[1])
-        most = self._most_in_flight
-        free = [seat for seat in able if seat.load < most]
-        return self._choose(free, affine, request.context_tokens) if free else None
+        return self._choose(able, affine, request.context_tokens)
 
     def _place(self, request: AssignRequest, seat: Seat, prefiller: Seat | None) -> Assignment:
         seat.assign(1)

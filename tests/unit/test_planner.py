@@ -162,6 +162,16 @@ def test_merged_turns_have_the_same_sums() -> None:
     assert merged(ONE, 1) is ONE
 
 
+@given(st.integers(1, 60), st.floats(1, 24))
+def test_merged_turns_are_all_about_as_long(count: int, most: float) -> None:
+    turns = [(index, 1, 0.5, 1) for index in range(count)]
+    found = merged(turns, most)
+    assert sum(new for new, _, _, _ in found) == sum(range(count))
+    lengths = [parts for _, _, _, parts in found]
+    assert sum(lengths) == count and max(lengths) - min(lengths) <= 1
+    assert len(found) - 1 < count / most <= len(found)
+
+
 def test_the_queueing_network_agrees_with_the_replay_where_nothing_queues() -> None:
     batch = [tuple((100, 50, 1.0, 1) for _ in range(8))] * 6
     machine = msgspec.structs.replace(MACHINE, kv_s=1e-6)

@@ -92,7 +92,6 @@ class FastEngine:
         self.sums = Sums()
         self.firsts = 0  # first tokens made beside prefill, which `sums.decoded` does not count
         self.now_s = 0.0
-        self.next_s = NEVER
         self.ended: list[tuple[float, Work]] = []
         self.reserved: list[Work] = []
         self.dropped: list[Work] = []
@@ -130,6 +129,15 @@ class FastEngine:
     def running(self) -> int:
         return len(self._running)
 
+    @property
+    def next_s(self) -> float:
+        """When to look again."""
+        if not self._runs:
+            return self.now_s if self._changed and not self._paused else NEVER
+        if self._changed or self._chunks:
+            return self._at_s + self._iteration_s
+        return self._at_s + self._decodes_s(self._most)
+
     def __contains__(self, work: Work) -> bool:
         return work.engine is self
 
@@ -144,12 +152,12 @@ class FastEngine:
     def submit(self, work: Work) -> None:
         work.engine = self
         self._waiting.append(work)
-        self._touch()
+        self._changed = True
 
     def arrived(self, work: Work) -> bool:
         """A remote context came, with one token more: True if that was the last."""
         work.remote = False
-        self._touch()
+        self._changed = True
         if work not in self._running:
             return False
         work.computed = work.length
@@ -177,18 +185,17 @@ class FastEngine:
         else:
             self._waiting.remove(work)
         work.engine = None
-        self._touch()
+        self._changed = True
         return length - work.start
 
     def pause(self) -> None:
         """No iteration begins; the one that runs is dropped."""
         self._paused = True
         self._drop_iteration()
-        self._schedule()
 
     def resume(self) -> None:
         self._paused = False
-        self._touch()
+        self._changed = True
 
     def retract(self) -> None:
         """All running requests give their KV cache back and wait again."""
@@ -221,33 +228,17 @@ class FastEngine:
                 self._at_s = now_s
                 break
             room_s = now_s - self._at_s + SLACK_S
+            if self._iteration_s > room_s:
+                break
             if self._chunks:
-                if self._iteration_s > room_s:
-                    break
                 self._finish_mixed()
                 continue
             most = 1 if self._changed else self._most
             if self._decodes_s(most) <= room_s:
                 self._finish_decodes(most)
                 continue
-            count = min(self._fitting(room_s), most - 1)
-            if count:
-                self._finish_decodes(count)
+            self._finish_decodes(max(1, min(self._fitting(room_s), most - 1)))
             break
-        self._schedule()
-
-    def _schedule(self) -> None:
-        if self._runs:
-            if self._chunks:
-                self.next_s = self._at_s + self._iteration_s
-            else:
-                self.next_s = self._at_s + self._decodes_s(1 if self._changed else self._most)
-        else:
-            self.next_s = self.now_s if self._changed and not self._paused else NEVER
-
-    def _touch(self) -> None:
-        self._changed = True
-        self._schedule()
 
     # ---- iterations ----
 
@@ -307,15 +298,16 @@ class FastEngine:
 
     def _plan_run(self) -> None:
         """How many decode iterations are alike from here, and what the first takes."""
-        decoding = self._decoding
-        self._iteration_s = self.costs.base_s[decoding] + self.costs.attention_s(self._kv)
-        heap = self._heap
+        decoding, kv, costs, heap = self._decoding, self._kv, self.costs, self._heap
+        self._iteration_s = costs.base_s[decoding] + costs.attention_s(kv)
         while heap[0][2].end_at != heap[0][0]:
             heapq.heappop(heap)
         most = heap[0][0] - self._counter
-        most = min(most, max(1, (self.capacity - self._held - self._locked) // decoding))
-        if self._kv < self.costs.knee < math.inf:
-            most = min(most, max(1, int((self.costs.knee - self._kv) // decoding)))
+        room = self.capacity - self._held - self._locked
+        if room < most * decoding:
+            most = max(1, room // decoding)
+        if kv < costs.knee < math.inf:
+            most = min(most, max(1, int((costs.knee - kv) // decoding)))
         self._most = most
 
     def _decodes_s(self, count: int) -> float:
@@ -340,18 +332,19 @@ class FastEngine:
                 return
         decoding, sums = self._decoding, self.sums
         seconds = self._decodes_s(count)
+        made = decoding * count
         self._at_s += seconds
         sums.iterations += count
-        sums.decoded += decoding * count
-        sums.batch_sum += decoding * count
+        sums.decoded += made
+        sums.batch_sum += made
         sums.decode_s += seconds
         self._counter += count
-        self._kv += decoding * count
-        held = self._hold(decoding * count)
+        self._kv += made
+        held = self._hold(made)
         assert held, "looked for room before"
-        changed = self._changed
-        self._close()
-        if changed or self._changed or self._decoding > self.capacity - self._held - self._locked:
+        if self._heap[0][0] <= self._counter:
+            self._close()
+        if self._changed or self._decoding > self.capacity - self._held - self._locked:
             self._runs = False
             self._changed = True
         else:

@@ -20,7 +20,7 @@ from messages.runtime_tracker import RequestFinished, WorkerHeartbeat
 from pearl_state.model import RoleTable
 from services.router.config import Config as RouterConfig
 from services.router.core import RouterCore, Seat
-from services.simulator.whatif.engine import Work
+from services.simulator.whatif.engine import NEVER, Work
 from services.simulator.whatif.processes import Worker
 from services.simulator.whatif.trajectories import Episodes, Plan
 from services.timing.hardware import Hardware
@@ -57,8 +57,8 @@ class LeastLoaded(RouterCore):
     def _affine(self, request: AssignRequest) -> Seat | None:
         return None
 
-    def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat:
-        return min(seats, key=_load)
+    def _choose(self, seats: list[Seat], affine: Seat | None, context_tokens: int) -> Seat | None:
+        return super()._choose(seats, None, context_tokens)
 
 
 class Episode:
@@ -126,7 +126,8 @@ class Rollout:
         self.tokens_of: dict[int, tuple[int, int]] = {}  # batch -> (generated, trained)
         self._held: deque[Episode] = deque()
         self._timer = False
-        self._dirty: dict[WorkerId, Worker] = {}
+        self._dirty: dict[WorkerId, Worker] = {}  # the router is to be told of their load
+        self._beat_s = NEVER  # of one of them then, not earlier
 
     # ---- what is asked ----
 
@@ -143,6 +144,7 @@ class Rollout:
         self.router.on_table(table, self.host.now_ms())
         for worker in self._dirty.values():
             worker.beat_s = -1.0
+            self._beat_s = -1.0
         self._again()
 
     def break_off(self, worker: Worker) -> None:
@@ -178,7 +180,7 @@ class Rollout:
             episode.first_s = work.first_s
         episode.made += worker.engine.end(work)
         episode.work = episode.worker = None
-        self._dirty[worker.name] = worker
+        self._changed(worker)
         self.interrupted += 1
         self.host.due(worker)
         self.host.at(self.host.now_s + AGAIN_S, lambda: self._ask(episode))
@@ -208,12 +210,21 @@ class Rollout:
         self._timer = False
         self._again()
 
+    def _changed(self, worker: Worker) -> None:
+        """Its load."""
+        self._dirty[worker.name] = worker
+        if worker.beat_s + BEAT_S < self._beat_s:
+            self._beat_s = worker.beat_s + BEAT_S
+
     def _beat(self) -> None:
         """Load reports that are due: of those whose load has changed."""
         now_s = self.host.now_s
         told: list[WorkerId] = []
+        self._beat_s = NEVER
         for worker in self._dirty.values():
-            if now_s - worker.beat_s < BEAT_S:
+            due_s = worker.beat_s + BEAT_S
+            if now_s < due_s:
+                self._beat_s = min(self._beat_s, due_s)
                 continue
             worker.beat_s = now_s
             told.append(worker.name)
@@ -242,7 +253,7 @@ class Rollout:
     def _ask(self, episode: Episode) -> None:
         task = episode.task
         turn = episode.plan.turns[episode.turn]
-        if self._dirty:
+        if self._beat_s <= self.host.now_s:
             self._beat()
         episode.attempt += 1
         request = AssignRequest(
@@ -289,8 +300,9 @@ class Rollout:
         engine = worker.engine
         engine.advance(now_s)
         engine.submit(work)
-        engine.advance(now_s)
-        self._dirty[worker.name] = worker
+        if engine.next_s <= now_s:
+            engine.advance(now_s)
+        self._changed(worker)
         self.host.due(worker)
 
     # ---- what engines did ----
@@ -302,7 +314,7 @@ class Rollout:
             ended, engine.ended = engine.ended, []
             reserved, engine.reserved = engine.reserved, []
             dropped, engine.dropped = engine.dropped, []
-            self._dirty[worker.name] = worker
+            self._changed(worker)
             for work in dropped:
                 assert isinstance(work.of, Episode)
                 handover = work.of.handover
@@ -426,7 +438,3 @@ class Rollout:
                 wall_s=self.host.now_s - episode.began_s,
             )
         )
-
-
-def _load(seat: Seat) -> int:
-    return seat.load

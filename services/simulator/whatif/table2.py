@@ -14,8 +14,9 @@ from typing import Final
 
 import msgspec
 
-from messages.monitor import Observed
+from messages.monitor import Averaged, Observed
 from services.decision_engine import predict
+from services.decision_engine.predict_average import kept
 from services.decision_engine.predict_evidence import Evidence, Limits
 from services.environments.workload import load as load_workload
 from services.simulator.whatif import selection
@@ -30,7 +31,7 @@ MAX_RUNNING: Final = 256
 REWRITTEN: Final = 0.55
 """Share of turns before which the history is rendered anew, as `prefix_reuse` of the what-if settings (1 - this): with it, colocated
 prefill computes 29 tokens for each generated one, as in the paper's Figure 2(b)."""
-OBSERVED: Final = 3
+OBSERVED: Final = selection.OBSERVED_STEPS
 DRAWS: Final = 8
 """Batches over which configurations are measured: over three, those half a per cent apart change places."""
 
@@ -109,21 +110,29 @@ def row(point: Point, rewritten: float = REWRITTEN, most_turns: int = 200, seed:
         # As the paper's runs: disaggregated from the start.
         running = Workers(max(1, point.workers // 3), point.workers - max(1, point.workers // 3), 0)
         first: Measured | None = None
+        averages: tuple[Averaged, ...] = ()
         limits = Limits(chunk_tokens=at.site.chunk_tokens, max_running=at.site.max_running)
         for step in range(OBSERVED):
             last: Measured = selection.measure(at, running, 1000 * seed + step)
             batches.append(selection.draw(at, 1000 * seed + step))
             first = last if running.colocated else first
-            profile = selection.profile_of(at, batches, (running, last), (1.0,) * 4, first)
+            profile = msgspec.structs.replace(
+                selection.profile_of(at, batches, (running, last), (1.0,) * 4, first), train_step=step
+            )
             own = Evidence(
                 sample=selection.sample_of(batches[-1:], BATCH, 1 << 30), limits=limits, measured_on=counts_of(running)
             )
             predicted_s = predict.predicted_s(profile, counts_of(running), own)
             observed.append(Observed(*counts_of(running), predicted_s, last.makespan_s, step))
             evidence = Evidence(
-                sample=profile.sample, observed=tuple(observed), limits=limits, measured_on=counts_of(running)
+                sample=profile.sample,
+                observed=tuple(observed),
+                limits=limits,
+                measured_on=counts_of(running),
+                averages=averages,
             )
             options = predict.candidates(profile, point.workers, evidence, judged=[counts_of(running)])
+            averages = kept(averages, options, step)
             if ratios_only:
                 options = tuple(option for option in options if option.prefill)
             best = predict.best(options)
