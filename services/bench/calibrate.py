@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from messages.ids import PolicyVersion, Role
-from services.bench.pace import WARM_UP_TURNS
+from services.bench.pace import WARM_UP_TURNS, env_s
 from services.bench.pace import measure as pace
 from services.jobfile import JobFile
 from services.models import initial_model
@@ -34,6 +34,8 @@ from services.simulator.whatif.engine import NEVER, Costs, FastEngine, Work
 from services.timing.hardware import Curve, Hardware, Value
 
 BATCHES: Final = (1, 2, 4, 8, 16, 32, 64, 128)
+MOST_ENV_S: Final = 2.0
+"""Of the environment after each turn that a validation plays."""
 PROMPTS: Final = (4, 16, 64, 256, 1024)
 DECODED: Final = 6
 """Tokens that each reply of a decode measurement has: so many iterations less one."""
@@ -206,14 +208,29 @@ async def validate(
 ) -> list[dict[str, Any]]:
     """(prefill, decode, colocated) workers: what the same clients' turns take, run and simulated. Any: JSON objects.
 
-    All clients' makespan is that times the turns, but for the last iteration: this engine hands its tokens out first, and keeps
-    its pace afterwards.
+    Their environments take up to `MOST_ENV_S`: without, all clients go in step, or in two groups by turns where prefill and decode have
+    workers of their own, and which of the two is chance, in a run as in the model.
     """
     found: list[dict[str, Any]] = []
     for prefill, decode, colocated in configurations:
-        real = await pace(job, prefill=prefill, decode=decode, colocated=colocated, prompt=prompt, turns=turns)
+        real = await pace(
+            job,
+            prefill=prefill,
+            decode=decode,
+            colocated=colocated,
+            prompt=prompt,
+            turns=turns,
+            most_env_s=MOST_ENV_S,
+        )
         simulated_s = predict(
-            job, hardware, prefill=prefill, decode=decode, colocated=colocated, prompt=prompt, turns=turns
+            job,
+            hardware,
+            prefill=prefill,
+            decode=decode,
+            colocated=colocated,
+            prompt=prompt,
+            turns=turns,
+            most_env_s=MOST_ENV_S,
         )
         found.append(
             {
@@ -229,7 +246,15 @@ async def validate(
 
 
 def predict(
-    job: JobFile, hardware: Hardware, *, prefill: int, decode: int, colocated: int, prompt: int, turns: int
+    job: JobFile,
+    hardware: Hardware,
+    *,
+    prefill: int,
+    decode: int,
+    colocated: int,
+    prompt: int,
+    turns: int,
+    most_env_s: float = 0.0,
 ) -> float:
     """Seconds a turn of `pace`'s clients, in the simulator's engine model."""
     rollout = job.rollout
@@ -285,9 +310,10 @@ def predict(
             assert isinstance(client, int)
             if left[client] <= turns:
                 spans.append(at_s - begun[client])
+            turn = turns + WARM_UP_TURNS - left[client]
             left[client] -= 1
             if left[client]:
-                later(at_s, "turn", client)
+                later(at_s + env_s(client, turn, most_env_s), "turn", client)
 
     for client in range(len(left)):
         later(0.0, "turn", client)

@@ -51,7 +51,7 @@ class _Bench:
         self.rooms = itertools.count(1)
         self.spans: list[tuple[float, float]] = []
 
-    async def client(self, index: int, prompt: int, turns: int) -> None:
+    async def client(self, index: int, prompt: int, turns: int, most_env_s: float) -> None:
         """So many turns of fresh prompts, one after the other."""
         draw = random.Random(index)
         for turn in range(turns + WARM_UP_TURNS):
@@ -69,6 +69,7 @@ class _Bench:
             await self._turn(spec)
             if turn >= WARM_UP_TURNS:
                 self.spans.append((began, time.monotonic()))
+            await asyncio.sleep(env_s(index, turn, most_env_s))
 
     async def _turn(self, spec: GenerateSpec) -> None:
         decode = self.decode.take()
@@ -96,10 +97,16 @@ async def _run(engine: Engine, spec: GenerateSpec) -> None:
         assert chunk.finish in ("", "length", "handed_over"), f"{chunk.finish}: {chunk.reason}"
 
 
+def env_s(client: int, turn: int, most_s: float) -> float:
+    """Seconds that a client's environment takes after a turn: the same for the same turn."""
+    return random.Random(f"{client}/{turn}").uniform(0, most_s)
+
+
 async def measure(
-    job: JobFile, *, prefill: int, decode: int, colocated: int, prompt: int, turns: int
+    job: JobFile, *, prefill: int, decode: int, colocated: int, prompt: int, turns: int, most_env_s: float = 0.0
 ) -> dict[str, Any]:
-    """Seconds a turn with prompts of `prompt` fresh tokens, beside the models'. Any: a JSON object."""
+    """Seconds a turn with prompts of `prompt` fresh tokens, beside the models'; after it an environment of up to `most_env_s`, which
+    the models leave out. Any: a JSON object."""
     model = str(await asyncio.to_thread(initial_model, job))
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.COLOCATED] * colocated
     engines = [make_engine(job.rollout, job.model.device) for _ in roles]
@@ -110,7 +117,7 @@ async def measure(
     clients = job.pipeline.batch_trajectories
     bench = _Bench(job, engines[:prefill], engines[prefill:], ModelConfig.load(model).vocab_size)
     try:
-        await asyncio.gather(*(bench.client(index, prompt, turns) for index in range(clients)))
+        await asyncio.gather(*(bench.client(index, prompt, turns, most_env_s) for index in range(clients)))
     finally:
         for engine in engines:
             await engine.stop()

@@ -33,7 +33,7 @@ SCALE_MINUTES = 10.0
 POLICY_MINUTES = 12.0
 VALIDATED = ((0, 0, 2), (0, 0, 4), (2, 1, 0), (3, 1, 0))
 """(prefill, decode, colocated) workers that `calibrate --validate` runs and simulates: both modes, small and large."""
-VALIDATED_TURNS = 4
+VALIDATED_TURNS = 8
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -101,6 +101,7 @@ class EngineModel:
         self._works: dict[int, _Work] = {}
         self._iteration: _Iteration | None = None  # began at now_s
         self._changed = False  # since it began: others may join the next
+        self._passed = False  # it, or the last one, only computes prompts: so do engines that compute them apart
         self._dropped: list[Event] = []  # to be told at the next advance
         self._paused = False
 
@@ -265,6 +266,11 @@ class EngineModel:
                 chunks.append((work, count))
         if not batch and not chunks:
             return None
+        if self.hardware.prefill is not None:
+            if batch and chunks and self._passed:
+                chunks, self._changed = [], True  # after this iteration they go on
+            self._passed = bool(chunks)
+            batch = [] if chunks else batch
         kv_tokens = sum(work.length for work in batch)
         if chunks:
             shape = tuple((count, work.computed) for work, count in chunks)

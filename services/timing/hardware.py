@@ -88,7 +88,9 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
     train_s: Value  # a train step of a batch of `train_batch` trajectories on `train_gpus` GPUs
     train_batch: Count
     train_gpus: Count
-    prefill: Curve | None = None  # engines that compute a chunk apart from decoding: by its tokens, instead of `linear`
+    prefill: Curve | None = (
+        None  # engines that compute chunks in passes of their own, between which they decode once: by tokens
+    )
 
     @cached_property
     def load_s(self) -> float:
@@ -132,7 +134,7 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
         """One iteration that decodes and prefills `chunks` of (new, before) tokens, of which `completed` contexts end.
 
         The weights are read once for both; what a chunk takes longer is what it interferes with decoding. With a curve of its
-        own, `prefill`, it is computed beside the decoding, and delays it by all that it takes.
+        own, `prefill`, chunks are computed in passes of their own, which delay decoding by all that they take.
         """
         new = sum(count for count, _ in chunks)
         if self.prefill is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -225,6 +226,13 @@ async def test_roles_are_checked(engines: Any):
     await engine.set_role(Role.DECODE)
     (chunk,) = await run(engine, spec())
     assert chunk.finish == "refused"
+
+
+async def test_a_paced_context_is_handed_over_at_the_end_of_its_time(engines: Any):
+    prefill, decode = await engines(Role.PREFILL, pace_prefill_us_per_token=2000), await engines(Role.DECODE)
+    began = time.perf_counter()
+    await both(prefill, decode, spec())
+    assert time.perf_counter() - began >= 2e-3 * prefill.load().prefill_tokens > 0
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

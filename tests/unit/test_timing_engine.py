@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from services.timing.engine import NEVER, EngineModel, Event
-from services.timing.hardware import Hardware, HardwareError, load, parse
+from services.timing.hardware import Curve, Hardware, HardwareError, load, parse
 
 HARDWARE = load("h800-qwen3-8b")
 
@@ -80,6 +80,21 @@ def test_a_prefill_holds_decoding_up_by_its_chunk():
     engine.advance_to(engine.now_s + 0.4)
     slow = engine.made(1) - before
     assert 0 < slow < 0.4 / HARDWARE.decode_s(1, 2000) * 0.75
+
+
+def test_an_engine_with_passes_of_its_own_for_prompts_decodes_between_two_of_them():
+    hardware = msgspec.structs.replace(HARDWARE, prefill=Curve((1, 2048), (0.5, 1.0), "made up"))
+    engine = EngineModel(hardware, max_running=8, chunk_tokens=1024, kv_tokens=100_000)
+    engine.submit(1, context(1, 1002), 1000)
+    engine.submit(2, context(2, 2002), 2000)
+    events = {(event.key, event.kind): event.at_s for event in drain(engine)}
+    chunk_s = hardware.iteration_s(0, 0, ((1000, 0), (24, 0)), 1)
+    assert events[1, "first"] == pytest.approx(chunk_s)
+    decode_s = hardware.decode_s(1, 1001)
+    assert events[1, "end"] == pytest.approx(chunk_s + decode_s)  # though prompts wait
+    rest_s = hardware.iteration_s(0, 0, ((1024, 24),), 0) + hardware.iteration_s(0, 0, ((952, 1048),), 1)
+    assert events[2, "first"] == pytest.approx(events[1, "end"] + rest_s)
+    assert engine.sums.prefill_s == pytest.approx(chunk_s + rest_s)
 
 
 def test_the_next_turn_computes_only_what_is_new():

@@ -14,9 +14,10 @@ import torch
 from messages.ids import PolicyVersion, Role
 from services.jobfile import JobFile, JobSection, RolloutSection
 from services.models import Decoder, ModelConfig, initial_model, load_weights, save_weights
-from services.rollout_worker.engines import sampling
+from services.rollout_worker.engines import sampling, torch_thread
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Tokens
 from services.rollout_worker.engines.torch_engine import TorchEngine
+from tests.waiting import until
 
 VOCAB = 40
 PROMPT = [(7 * index) % VOCAB for index in range(45)]
@@ -357,6 +358,30 @@ async def test_pace_and_load_account_for_every_token(engines: Any, snapshots: li
     assert load.decode_s >= 0.002 * load.decode_iterations
     assert load.prefill_tokens <= 3 * 45
     assert load.prefill_s >= 100e-6 * load.prefill_tokens
+
+
+async def test_a_paced_iteration_tells_at_its_end(engines: Any, snapshots: list[str]):
+    whole, _ = joined(await run(await engines(snapshots[0]), spec()))
+    engine = await engines(snapshots[0], pace_decode_ms=3_600_000)
+    running = asyncio.create_task(run(engine, spec(max_new_tokens=2)))
+    await until(lambda: engine.load().decode_tokens == 1)  # all is computed; its time is not over
+    assert not running.done()
+    await engine.stop()
+    chunks = await running
+    assert (joined(chunks)[0], chunks[-1].finish) == (whole[:2], "length")
+
+
+async def test_what_a_paced_iteration_made_comes_before_the_end_of_what_is_broken_off(
+    engines: Any, snapshots: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    whole, _ = joined(await run(await engines(snapshots[0]), spec()))
+    monkeypatch.setattr(torch_thread, "FLUSH_S", 0.0)
+    engine = await engines(snapshots[0], pace_decode_ms=3_600_000)
+    running = asyncio.create_task(run(engine, spec()))
+    await until(lambda: engine.load().decode_tokens == 1)
+    assert await engine.abort() == 1
+    chunks = await running
+    assert [chunk.tokens for chunk in chunks] == [whole[:2], []] and chunks[-1].finish == "interrupted"
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

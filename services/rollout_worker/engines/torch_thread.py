@@ -86,6 +86,9 @@ class EngineThread:
         self._paused = False
         self._idle = False  # all that is there waits for a command
         self._outbox: list[tuple[int, Tokens]] = []
+        # Of the iteration that runs, in order: told of at its end, as if it had taken until then.
+        self._made: list[tuple[int, Tokens]] = []
+        self._sends: list[tuple[Sender, Pages | First, memoryview | bytes]] = []
         self._inbox: list[Callable[[], None]] = []
         self._wake = threading.Condition()
         self._stopping = False
@@ -198,8 +201,11 @@ class EngineThread:
             began = time.perf_counter()
             due = began + self._iterate()
             self._hand_out_due()
-            self._deliver_soon()
+            self._made, self._outbox = self._outbox, []
             self._pace(due)
+            self._made, self._outbox = [], [*self._made, *self._outbox]
+            self._deliver_soon()
+            self._send_soon()
         else:
             self._deliver_soon()
         return True
@@ -263,7 +269,8 @@ class EngineThread:
         """Compute chunks of contexts; logits of those now complete [N,V], and which they are."""
         inputs, complete = prefill_inputs(chunk)
         for reply, _ in chunk:
-            self._send_pages(reply)  # what the cache had; it travels while the rest is computed
+            self._send_pages(reply)
+        self._send_soon()  # what the cache had: it travels while the rest is computed
         logits = self._forward(inputs)
         for reply, count in chunk:
             self.batcher.advance(reply, count)
@@ -329,9 +336,13 @@ class EngineThread:
         self._outbox.append((reply.stream, chunk))
 
     def _deliver_soon(self) -> None:
+        """Chunks go out; before those that a command ended what had been made for the same replies."""
         if self._outbox:
             outbox, self._outbox = self._outbox, []
-            self._tell(self._told.deliver, outbox)
+            ended = {number for number, _ in outbox}
+            before = [made for made in self._made if made[0] in ended]
+            self._made = [made for made in self._made if made[0] not in ended]
+            self._tell(self._told.deliver, [*before, *outbox])
 
     # ---- hand-over, on the engine thread ----
 
@@ -354,8 +365,14 @@ class EngineThread:
         self.senders[reply.stream] = sender
         self.batcher.waiting.append(reply)
 
+    def _send_soon(self) -> None:
+        """What was computed for other engines leaves."""
+        sends, self._sends = self._sends, []
+        for sender, what, data in sends:
+            self._tell(sender.send, what, data)
+
     def _send_pages(self, reply: Reply) -> None:
-        """Hand what is computed and not sent yet to the event loop, copied: the blocks may be used anew at once."""
+        """What is computed and not sent yet, copied: the blocks may be used anew at once."""
         sender = self.senders.get(reply.stream)
         if sender is None:
             return
@@ -363,13 +380,13 @@ class EngineThread:
         most = max(1, SEND_BODY // self.cache.token_bytes)
         while reply.sent_kv < reply.computed:
             pages = Pages(start=reply.sent_kv, count=min(most, reply.computed - reply.sent_kv))
-            self._tell(sender.send, pages, self.cache.read(self._slots(reply, pages)))
+            self._sends.append((sender, pages, self.cache.read(self._slots(reply, pages))))
             reply.sent_kv += pages.count
 
     def _hand_over(self, reply: Reply, token: int, logprob: float) -> None:
         """The context is computed and on its way; so is the token after it, and nothing is held for it here."""
         sender = self.senders.pop(reply.stream)
-        self._tell(sender.send, First(token=token, logprob=logprob, cached=max(reply.cached, 0)))
+        self._sends.append((sender, First(token=token, logprob=logprob, cached=max(reply.cached, 0)), b""))
         del self.replies[reply.stream]
         self.batcher.end(reply)
 

@@ -108,6 +108,10 @@ class FastEngine:
         self._runs = False  # an iteration runs
         self._iteration_s = 0.0
         self._most = 0  # of a run of decode iterations: how many are alike
+        self._passed = (
+            False  # the iteration, or the last one, only computes prompts: so do engines that compute them apart
+        )
+        self._known: list[Work] = []  # let in with all their context: the next decode iteration makes their first token
         self._changed = False
         self._paused = False
         # memory: tokens stored by session, those not in use in order of last use
@@ -247,7 +251,6 @@ class FastEngine:
             return False
         self._changed = False
         waiting, running = self._waiting, self._running
-        known: list[Work] | None = None
         while waiting and len(running) < self.max_running and self._admit(waiting[0]):
             work = waiting.popleft()
             running[work] = None
@@ -259,11 +262,15 @@ class FastEngine:
                 self._prefilling.append(work)
             else:
                 self._decode(work)
-                known = [work] if known is None else [*known, work]
+                self._known.append(work)
         while self._decoding > self.capacity - self._held - self._locked:
             self._retract(next(reversed(running)))
         chunks: list[tuple[Work, int]] = []
-        if self._prefilling:
+        decoding, costs = self._decoding, self.costs
+        apart = costs.prefill_s is not None
+        if self._prefilling and apart and self._passed and decoding:
+            self._changed = True  # after this iteration they go on
+        elif self._prefilling:
             budget = self.chunk_tokens
             for work in self._prefilling:
                 count = min(work.length - work.computed, budget)
@@ -271,10 +278,9 @@ class FastEngine:
                 budget -= count
                 if not budget:
                     break
-        decoding = self._decoding
         if not decoding and not chunks:
             return False
-        costs = self.costs
+        self._passed = apart and bool(chunks)
         if chunks:
             new, completed, pairs = 0, 0, 0.0
             for work, count in chunks:
@@ -285,13 +291,15 @@ class FastEngine:
                 seconds = costs.linear_s[decoding + new] + costs.head_s[decoding + completed]
                 seconds += costs.attention_s(self._kv) if decoding else 0.0
             else:
-                seconds = costs.prefill_s[new] + (costs.decode_s(decoding, self._kv) if decoding else 0.0)
+                seconds = costs.prefill_s[new]
             self._iteration_s = seconds + costs.pair_s * pairs
         else:
             self._plan_run()
-        for work in known or ():
-            if work.first_s == NEVER:
-                work.first_s = self._at_s + self._iteration_s
+        if self._known and not self._passed:
+            for work in self._known:
+                if work.first_s == NEVER and work.end_at >= 0:
+                    work.first_s = self._at_s + self._iteration_s
+            self._known.clear()
         self._chunks = chunks
         self._runs = True
         return True
@@ -351,7 +359,7 @@ class FastEngine:
             self._plan_run()
 
     def _finish_mixed(self) -> None:
-        sums, decoding = self.sums, self._decoding
+        sums, decoding = self.sums, 0 if self._passed else self._decoding
         self._at_s += self._iteration_s
         decode_s = 0.0
         if decoding:
@@ -435,7 +443,7 @@ class FastEngine:
             self._prefilling.remove(work)
             if self._chunks:
                 self._chunks = [(each, count) for each, count in self._chunks if each is not work]
-        if self._runs and not self._decoding and not self._chunks:
+        if self._runs and not self._chunks and (self._passed or not self._decoding):
             self._drop_iteration()
 
     def _drop_iteration(self) -> None:
