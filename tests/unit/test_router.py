@@ -33,7 +33,7 @@ from messages.subjects import stream, subject_of
 from pearl_state.model import RoleTable, Row
 from services.jobfile import JobFile
 from services.router.config import Config
-from services.router.core import ROOMS, RouterCore, Unplaceable
+from services.router.core import MOST_RANGES, ROOMS, RouterCore, Unplaceable
 from services.router.service import MOST_DEAD_WAITING, Router
 from services.runtime.bus import StreamSpec
 from services.runtime.bus_memory import MemoryBroker
@@ -160,6 +160,20 @@ def test_affinity_is_remembered_without_the_clients_hint_and_bounded() -> None:
     for index in range(10):
         placed(core, request(f"t{index}"))
     assert len(core._sessions) == 3
+
+
+def test_any_range_of_versions_is_served_and_few_are_remembered() -> None:
+    core = router(*(row(f"w{version}", version=PolicyVersion(version)) for version in range(20)))
+    for oldest in range(20):
+        for newest in range(oldest, 20):
+            asked = request(f"{oldest}-{newest}", min_version=PolicyVersion(oldest), max_version=PolicyVersion(newest))
+            held = placed(core, asked)
+            assert oldest <= int(held.worker[1:]) <= newest
+            core.on_end(held)
+    assert len(core._able_of) <= MOST_RANGES
+    assert placed(core, request(min_version=PolicyVersion(19))).worker == "w19"
+    core.on_table(table(row("w20", version=PolicyVersion(20))), 0)
+    assert placed(core, request(min_version=PolicyVersion(19))).worker == "w20"
 
 
 def test_avoided_workers_are_avoided_unless_there_is_no_other() -> None:

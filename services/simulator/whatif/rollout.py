@@ -144,7 +144,7 @@ class Rollout:
         self.router.on_table(table, self.host.now_ms())
         for worker in self._dirty.values():
             worker.beat_s = -1.0
-            self._beat_s = -1.0
+        self._beat_s = -1.0
         self._again()
 
     def break_off(self, worker: Worker) -> None:
