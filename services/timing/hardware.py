@@ -88,9 +88,7 @@ class Hardware(msgspec.Struct, frozen=True, dict=True, kw_only=True, forbid_unkn
     train_s: Value  # a train step of a batch of `train_batch` trajectories on `train_gpus` GPUs
     train_batch: Count
     train_gpus: Count
-    prefill: Curve | None = (
-        None  # engines that compute chunks in passes of their own, between which they decode once: by tokens
-    )
+    prefill: Curve | None = None  # engines that compute chunks in passes of their own: by tokens, instead of `linear`
 
     @cached_property
     def load_s(self) -> float:
