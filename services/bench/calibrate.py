@@ -23,7 +23,7 @@ from typing import Any, Final
 import msgspec
 
 from messages.ids import PolicyVersion, Role
-from services.bench.pace import WARM_UP_TURNS, env_s
+from services.bench.pace import WARM_UP_TURNS, Play
 from services.bench.pace import measure as pace
 from services.jobfile import JobFile
 from services.models import initial_model
@@ -213,25 +213,11 @@ async def validate(
     """
     found: list[dict[str, Any]] = []
     for prefill, decode, colocated in configurations:
-        real = await pace(
-            job,
-            prefill=prefill,
-            decode=decode,
-            colocated=colocated,
-            prompt=prompt,
-            turns=turns,
-            most_env_s=MOST_ENV_S,
+        play = Play(
+            prefill=prefill, decode=decode, colocated=colocated, prompt=prompt, turns=turns, most_env_s=MOST_ENV_S
         )
-        simulated_s = predict(
-            job,
-            hardware,
-            prefill=prefill,
-            decode=decode,
-            colocated=colocated,
-            prompt=prompt,
-            turns=turns,
-            most_env_s=MOST_ENV_S,
-        )
+        real = await pace(job, play)
+        simulated_s = predict(job, hardware, play)
         found.append(
             {
                 "prefill": prefill,
@@ -245,19 +231,9 @@ async def validate(
     return found
 
 
-def predict(
-    job: JobFile,
-    hardware: Hardware,
-    *,
-    prefill: int,
-    decode: int,
-    colocated: int,
-    prompt: int,
-    turns: int,
-    most_env_s: float = 0.0,
-) -> float:
+def predict(job: JobFile, hardware: Hardware, play: Play) -> float:
     """Seconds a turn of `pace`'s clients, in the simulator's engine model."""
-    rollout = job.rollout
+    rollout, prompt, turns = job.rollout, play.prompt, play.turns
     costs = Costs(hardware, rollout.max_running, rollout.prefill_chunk_tokens)
 
     def engines(count: int) -> list[FastEngine]:
@@ -271,7 +247,7 @@ def predict(
             for _ in range(count)
         ]
 
-    prefillers, decoders = engines(prefill), engines(decode + colocated)
+    prefillers, decoders = engines(play.prefill), engines(play.decode + play.colocated)
     for engine in prefillers:
         engine.prefill_only = True
     left = [turns + WARM_UP_TURNS] * job.pipeline.batch_trajectories
@@ -313,7 +289,7 @@ def predict(
             turn = turns + WARM_UP_TURNS - left[client]
             left[client] -= 1
             if left[client]:
-                later(at_s + env_s(client, turn, most_env_s), "turn", client)
+                later(at_s + play.env_s(client, turn), "turn", client)
 
     for client in range(len(left)):
         later(0.0, "turn", client)

@@ -28,6 +28,21 @@ WARM_UP_TURNS = 2
 """The first turns of all clients begin together, and models are cold."""
 
 
+class Play(msgspec.Struct, frozen=True, kw_only=True):
+    """Clients' turns on a configuration; a turn's prompt has `prompt` fresh tokens."""
+
+    prefill: int  # workers
+    decode: int
+    colocated: int
+    prompt: int
+    turns: int  # of each client, after those of the warm-up
+    most_env_s: float = 0.0  # of the environment after a turn
+
+    def env_s(self, client: int, turn: int) -> float:
+        """Seconds that a client's environment takes after a turn: the same for the same turn."""
+        return random.Random(f"{client}/{turn}").uniform(0, self.most_env_s)
+
+
 class _Side:
     """Engines of one role, and how many requests each has."""
 
@@ -51,14 +66,14 @@ class _Bench:
         self.rooms = itertools.count(1)
         self.spans: list[tuple[float, float]] = []
 
-    async def client(self, index: int, prompt: int, turns: int, most_env_s: float) -> None:
+    async def client(self, index: int, play: Play) -> None:
         """So many turns of fresh prompts, one after the other."""
         draw = random.Random(index)
-        for turn in range(turns + WARM_UP_TURNS):
+        for turn in range(play.turns + WARM_UP_TURNS):
             spec = GenerateSpec(
                 request=f"c{index}/{turn}",
                 attempt=1,
-                prompt=[draw.randrange(self.vocabulary) for _ in range(prompt)],
+                prompt=[draw.randrange(self.vocabulary) for _ in range(play.prompt)],
                 prefix=[],
                 max_new_tokens=self.job.pipeline.max_new_tokens,
                 temperature=1.0,
@@ -69,7 +84,7 @@ class _Bench:
             await self._turn(spec)
             if turn >= WARM_UP_TURNS:
                 self.spans.append((began, time.monotonic()))
-            await asyncio.sleep(env_s(index, turn, most_env_s))
+            await asyncio.sleep(play.env_s(index, turn))
 
     async def _turn(self, spec: GenerateSpec) -> None:
         decode = self.decode.take()
@@ -97,16 +112,9 @@ async def _run(engine: Engine, spec: GenerateSpec) -> None:
         assert chunk.finish in ("", "length", "handed_over"), f"{chunk.finish}: {chunk.reason}"
 
 
-def env_s(client: int, turn: int, most_s: float) -> float:
-    """Seconds that a client's environment takes after a turn: the same for the same turn."""
-    return random.Random(f"{client}/{turn}").uniform(0, most_s)
-
-
-async def measure(
-    job: JobFile, *, prefill: int, decode: int, colocated: int, prompt: int, turns: int, most_env_s: float = 0.0
-) -> dict[str, Any]:
-    """Seconds a turn with prompts of `prompt` fresh tokens, beside the models'; after it an environment of up to `most_env_s`, which
-    the models leave out. Any: a JSON object."""
+async def measure(job: JobFile, play: Play) -> dict[str, Any]:
+    """Seconds a turn, beside the models', which leave environments out. Any: a JSON object."""
+    prefill, decode, colocated = play.prefill, play.decode, play.colocated
     model = str(await asyncio.to_thread(initial_model, job))
     roles = [Role.PREFILL] * prefill + [Role.DECODE] * decode + [Role.COLOCATED] * colocated
     engines = [make_engine(job.rollout, job.model.device) for _ in roles]
@@ -117,12 +125,12 @@ async def measure(
     clients = job.pipeline.batch_trajectories
     bench = _Bench(job, engines[:prefill], engines[prefill:], ModelConfig.load(model).vocab_size)
     try:
-        await asyncio.gather(*(bench.client(index, prompt, turns, most_env_s) for index in range(clients)))
+        await asyncio.gather(*(bench.client(index, play) for index in range(clients)))
     finally:
         for engine in engines:
             await engine.stop()
     took_s = sum(end - begin for begin, end in bench.spans) / len(bench.spans)
-    profile = _profile(job, prompt, clients)
+    profile = _profile(job, play.prompt, clients)
     predicted_s = (
         colocated_makespan_s(profile, colocated) if colocated else disaggregated_makespan_s(profile, prefill, decode)
     )

@@ -250,14 +250,14 @@ def _calibrate(arguments: argparse.Namespace) -> int:
 
 
 def _pace(arguments: argparse.Namespace) -> int:
-    from services.bench.pace import measure
+    from services.bench.pace import Play, measure
 
     job = jobfile.load(new_run(Path(arguments.data_dir), seed=arguments.seed, changes={}))
     found: list[dict[str, Any]] = []
     for prefill, decode, colocated in CONFIGURATIONS:
-        done = measure(job, prefill=prefill, decode=decode, colocated=colocated, prompt=PROMPT, turns=PACE_TURNS)
+        play = Play(prefill=prefill, decode=decode, colocated=colocated, prompt=PROMPT, turns=PACE_TURNS)
         with progress(f"{prefill}P{decode}D" if prefill else f"{colocated}C"):
-            found.append(asyncio.run(done))
+            found.append(asyncio.run(measure(job, play)))
     if arguments.json:
         print(json.dumps({"pace": found}))
         return 0

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from services.bench.calibrate import _curve, predict  # pyright: ignore[reportPrivateUsage]
+from services.bench.pace import Play
 from services.jobfile import JobFile, PipelineSection, RolloutSection
 from services.timing import hardware as descriptions
 from services.timing.hardware import Curve, Value
@@ -30,7 +31,8 @@ JOB = JobFile(
 
 
 def turn_s(prefill: int, decode: int, colocated: int) -> float:
-    return predict(JOB, HARDWARE, prefill=prefill, decode=decode, colocated=colocated, prompt=10, turns=3)
+    play = Play(prefill=prefill, decode=decode, colocated=colocated, prompt=10, turns=3)
+    return predict(JOB, HARDWARE, play)
 
 
 def test_colocated_clients_in_step_wait_for_their_prefill_and_one_decode() -> None:
