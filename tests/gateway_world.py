@@ -8,9 +8,9 @@ import aiohttp
 import msgspec
 
 from messages.agent import RolloutTask
-from messages.envelope import encode
+from messages.envelope import decode, encode
 from messages.rollout_worker import Generate
-from messages.subjects import message_id, subject_of
+from messages.subjects import message_id, stream_of, subject_of
 from services.environments.byte_tokenizer import ByteTokenizer
 from services.jobfile import EnvironmentSection, GatewaySection, JobFile, PipelineSection
 from services.router.gateway.config import Config, digest_of
@@ -118,6 +118,11 @@ class World(Records):
     async def give(self, task: RolloutTask) -> None:
         """Put a task in the queue."""
         await self.bus.publish_durable(subject_of("demo", task), encode(task), msg_id=message_id(task) or "")
+
+    async def left(self) -> list[str]:
+        """The trajectories of tasks that nobody has acknowledged."""
+        queue = self.bus.read(stream_of("demo", RolloutTask) or "", "pearl.demo.task.*")
+        return [decode(delivery.data, RolloutTask).trajectory async for delivery in queue]
 
 
 def chat(*texts: str, **more: Any) -> dict[str, Any]:

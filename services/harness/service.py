@@ -25,7 +25,6 @@ from services.runtime.log import get_logger
 LONGEST_RETRY_S: Final = 5.0
 OUTPUT_TOLD: Final = 2000
 """Characters of a failed episode's output that the log shows."""
-NOT_A_TASK: Final = ("no_task", "task_ended")
 
 log = get_logger("harness")
 
@@ -83,7 +82,7 @@ class Runner:
             try:
                 session = await gateway.open()
             except GatewayError as error:
-                if not any(code in str(error) for code in NOT_A_TASK):
+                if '"no_task"' not in str(error):
                     log.info(str(error), action="no_session")
                 await asyncio.sleep(min(error.retry_s, LONGEST_RETRY_S))
                 continue

@@ -19,6 +19,7 @@ from services.environments.loading import load_tokenizer
 from services.jobfile import EnvironmentSection, GatewaySection, JobFile, PipelineSection
 from services.router.gateway.service import Gateway
 from services.router.gateway.vocabulary import Vocabulary
+from services.runtime.bus import BusUnavailable
 from tests.gateway_world import MODEL, TOKENIZER, World, chat, said, task_of
 
 
@@ -270,10 +271,68 @@ async def test_a_task_whose_turns_were_half_written_is_ended_and_not_continued()
         world.gateway.trajectories._consumer = None
         world.gateway.trajectories.book._open.clear()
         world.clock.advance(10)
-        answer = await world.post("/v1/sessions", {"wait_s": 1}, status=429)
-        assert answer["error"]["code"] == "task_ended"
+        await world.give(task_of("b3-g0-m1"))
+        taken, _ = await opened(world)
+        assert taken["trajectory"] == "b3-g0-m1", "the client is given the next task, and hears nothing of this"
         (end,) = await world.ends()
         assert end.status == "failed" and "replayed" in end.reason
+        world.clock.advance(60_000)
+        assert await world.left() == ["b3-g0-m1"]
+
+
+@pytest.mark.parametrize("end", ["reward", "abandon"])
+async def test_a_task_that_has_ended_is_acknowledged_by_whoever_is_given_it(end: str) -> None:
+    """Its gateway died when the end was in the stream and the acknowledgement was not."""
+    async with World(by_seed) as world:
+        await world.give(task_of())
+        session, header = await opened(world)
+        await speak(world, header, "Hi")
+        world.gateway.trajectories._held.pop(session["id"])
+        if end == "reward":
+            await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, **header)
+        else:
+            await world.gateway.trajectories.abandon(world.gateway.trajectories.book.find(session["id"]), "no reason")
+        assert await world.left() == ["b3-g0-m0"]
+        world.clock.advance(60_000)
+        await world.give(task_of("b3-g0-m1"))
+        assert (await opened(world))[0]["trajectory"] == "b3-g0-m1"
+        assert await world.left() == ["b3-g0-m1"] and len(await world.ends()) == 1
+        body = {"task": msgspec.to_builtins(task_of())}
+        assert (await world.post("/v1/sessions", body, status=409))["error"]["code"] == "task_ended"
+
+
+async def test_a_session_whose_end_could_not_be_written_leaves_its_task_to_come_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with World(by_seed) as world:
+        await world.give(task_of())
+        session, header = await opened(world)
+        await speak(world, header, "Hi")
+
+        async def away(subject: str, data: bytes, **rest: Any) -> int:
+            raise BusUnavailable(f"{subject}: the broker is away")
+
+        bus = world.gateway.trajectories._bus
+        monkeypatch.setattr(bus, "publish_durable", away)
+        await world.gateway.trajectories.abandon(world.gateway.trajectories.book.find(session["id"]), "no reason")
+        monkeypatch.undo()
+        assert await world.left() == ["b3-g0-m0"] and not await world.ends()
+        world.clock.advance(2000)
+        again, _ = await opened(world)
+        assert again["trajectory"] == "b3-g0-m0" and again["id"] != session["id"]
+
+
+async def test_a_superseded_session_leaves_its_task_to_the_other_process() -> None:
+    async with World(by_seed) as world:
+        await world.give(task_of())
+        session, header = await opened(world)
+        await speak(world, header, "Hi")
+        trajectories = world.gateway.trajectories
+        other = trajectories._begin(task_of(), 0)
+        other.turns = trajectories.book.find(session["id"]).turns
+        await trajectories._write(other, other.records(0)[0])
+        await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, status=409, **header)
+        assert await world.left() == ["b3-g0-m0"] and not trajectories._held
 
 
 @pytest.mark.parametrize(

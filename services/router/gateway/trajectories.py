@@ -4,7 +4,9 @@ Owns: the rollout tasks of open sessions, kept by progress reports as agents kee
 stops. Never decides what is rolled out. Driven by HTTP (`open`, `reward`, `abandon`) and by time (`keep`).
 
 Invariants:
-- A task is acknowledged only when its trajectory's end is in the stream.
+- A task is acknowledged only when its trajectory's end is in the stream; then always, also if another process wrote that end
+  and died before it could. Where an end could not be written, or another process writes the trajectory, the task is left
+  to come again.
 - Turns are journalled when the reward is posted, all at once, in order, guarded by the last sequence on the trajectory's
   subject: until then a harness may rewrite its history, and a gateway that dies loses its sessions anyway, since no one can
   make their clients repeat themselves. Their tasks then go to others. Interruptions are journalled as they happen.
@@ -22,7 +24,7 @@ from messages.envelope import UndecodableMessage, encode
 from messages.ids import TrajectoryId
 from messages.pipeline_scheduler import TrajectoryCompleted
 from messages.runtime_tracker import RequestFinished
-from messages.subjects import decode_on, message_id, stream_of, subject_of
+from messages.subjects import decode_on, event_subject, message_id, stream_of, subject_of
 from services.edge.request import Interruption, Reply
 from services.edge.tasks import problem_of_task
 from services.router.gateway.config import Config, digest_of
@@ -67,21 +69,15 @@ class Trajectories:
             problem = problem_of_task(task, self._config.newest_version)
             if problem:
                 raise ApiError(400, f"task: {problem}", code="invalid_value", param="task")
-            return self._begin(task, await self._resume(task))
+            session = await self._take_up(task)
+            if session is None:
+                raise ApiError(409, f"try {task.retry} of {task.trajectory} has ended", code="task_ended", param="task")
+            return session
         if not train:
             return self._begin(None, 0)
-        delivery, task = await self._take(wait_s)
-        try:
-            # A gateway that wrote turns of this try and died before its end: nobody can go on with it.
-            journal_seq = await self._resume(task)
-            session = self._begin(task, journal_seq)
-        except ApiError as error:
-            await self._give_back(delivery, None if error.code == "task_ended" else RETRY_S)
-            raise
-        self._held[session.id] = delivery
-        return session
+        return await self._take(wait_s)
 
-    async def _take(self, wait_s: float) -> tuple[Delivery, RolloutTask]:
+    async def _take(self, wait_s: float) -> Session:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
         consumer = await self._tasks()
@@ -104,7 +100,16 @@ class Trajectories:
                 if known is not None:  # delivered again although it is held here: a progress report came too late
                     self._held[known.id] = delivery
                     continue
-                return delivery, task
+                try:
+                    session = await self._take_up(task)
+                except ApiError:
+                    await self._give_back(delivery, RETRY_S)
+                    raise
+                if session is None:
+                    await self._give_back(delivery, None)
+                    continue
+                self._held[session.id] = delivery
+                return session
             if loop.time() >= deadline:
                 raise ApiError(
                     429,
@@ -132,12 +137,15 @@ class Trajectories:
                 raise ApiError(503, f"the task queue is away: {error}", code="no_bus", retry_after_s=1) from error
         return self._consumer
 
-    async def _resume(self, task: RolloutTask) -> int:
-        """Where the trajectory's journal stands. Ends a try that another gateway left half written. Raises ApiError."""
+    async def _take_up(self, task: RolloutTask) -> Session | None:
+        """A session of a task; None if this try of it has ended, or had to be ended here. Raises ApiError."""
         stream = stream_of(self._config.job, TurnFinished)
         assert stream is not None
         seq, written = 0, 0
         try:
+            _, known = await self._last_end(task)
+            if known is not None and known.retry >= task.retry:
+                return None
             async for delivery in self._bus.read(stream, f"pearl.{self._config.job}.journal.{task.trajectory}"):
                 seq = delivery.seq
                 with contextlib.suppress(UndecodableMessage):
@@ -145,12 +153,12 @@ class Trajectories:
                         self._config.job, delivery.subject, delivery.data, TurnFinished, RequestInterrupted
                     )
                     written += isinstance(record, TurnFinished) and record.retry == task.retry
-            if written:
+            if written:  # by a gateway that died before it wrote the end: nobody can go on with it
                 await self._end_failed(task, "its gateway or agent died, and a session cannot be replayed")
-                raise ApiError(429, "the next task had to be ended; ask again", code="task_ended", retry_after_s=0)
+                return None
         except BusError as error:
             raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
-        return seq
+        return self._begin(task, seq)
 
     def _begin(self, task: RolloutTask | None, journal_seq: int) -> Session:
         self._opened += 1
@@ -259,12 +267,13 @@ class Trajectories:
             except WrongLastSequence as error:
                 session.superseded = True
                 self.book.close(session, session.result("abandoned", None, "superseded"))
+                await self._done(session, self._config.ack_wait_s)
                 raise _superseded(session) from error
             except BusError as error:
                 # Some turns may be stored: none can be added any more, the reward can be posted again.
                 raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
             self.book.close(session, result)
-        await self._done(session)
+        await self._done(session, None)
         return result
 
     async def abandon(self, session: Session, reason: str) -> Result:
@@ -275,14 +284,16 @@ class Trajectories:
                 return known
             session.ending = True
             result = session.result("abandoned", None, reason)
+            again_s = self._config.ack_wait_s if session.superseded else None
             try:
                 if session.task is not None and not session.superseded:
                     await self._end_failed(session.task, reason)
             except BusError as error:
-                log.warning(f"{session.trajectory}: {error}", action="abandon_lost")  # its task comes again by itself
+                log.warning(f"{session.trajectory}: {error}", action="abandon_lost")
+                again_s = RETRY_S
             self.book.close(session, result)
         log.info(f"session {session.id} abandoned: {reason}", action="session_abandoned")
-        await self._done(session)
+        await self._done(session, again_s)
         return result
 
     async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> None:
@@ -301,27 +312,35 @@ class Trajectories:
 
     async def _publish_end(self, task: RolloutTask, end: TrajectoryCompleted) -> None:
         """Once a try: an end of this try, or of a later one, that is there already is left alone."""
-        stream, subject = stream_of(self._config.job, TrajectoryCompleted), subject_of(self._config.job, end)
-        assert stream is not None
-        last = await self._bus.last(stream, subject)
-        if last is not None:
-            with contextlib.suppress(UndecodableMessage):
-                known = decode_on(self._config.job, last.subject, last.data, TrajectoryCompleted)
-                if (known.retry, known.status, known.reward, known.journal) == (
-                    task.retry,
-                    end.status,
-                    end.reward,
-                    end.journal,
-                ):
-                    return
-                if known.retry >= task.retry:
-                    raise WrongLastSequence(f"{task.trajectory} try {task.retry} has ended")
+        last_seq, known = await self._last_end(task)
+        if known is not None:
+            if (known.retry, known.status, known.reward, known.journal) == (
+                task.retry,
+                end.status,
+                end.reward,
+                end.journal,
+            ):
+                return
+            if known.retry >= task.retry:
+                raise WrongLastSequence(f"{task.trajectory} try {task.retry} has ended")
         await self._bus.publish_durable(
-            subject,
+            subject_of(self._config.job, end),
             encode(end),
             msg_id=f"{message_id(end)}:{self._instance}",
-            expected_last_on_subject=last.seq if last is not None else 0,
+            expected_last_on_subject=last_seq,
         )
+
+    async def _last_end(self, task: RolloutTask) -> tuple[int, TrajectoryCompleted | None]:
+        """Sequence, or 0, of the newest end of any try of the task; and what it says, unless that cannot be read."""
+        stream = stream_of(self._config.job, TrajectoryCompleted)
+        assert stream is not None
+        last = await self._bus.last(stream, event_subject(self._config.job, TrajectoryCompleted, task.trajectory))
+        if last is None:
+            return 0, None
+        try:
+            return last.seq, decode_on(self._config.job, last.subject, last.data, TrajectoryCompleted)
+        except UndecodableMessage:
+            return last.seq, None
 
     async def _write(self, session: Session, record: TurnFinished | RequestInterrupted) -> int:
         # The holding is in the id: another holder's record of the same turn must meet the guard.
@@ -332,11 +351,11 @@ class Trajectories:
             expected_last_on_subject=session.journal_seq,
         )
 
-    async def _done(self, session: Session) -> None:
+    async def _done(self, session: Session, again_s: float | None) -> None:
         self._locks.pop(session.id, None)
         delivery = self._held.pop(session.id, None)
         if delivery is not None:
-            await self._give_back(delivery, None)
+            await self._give_back(delivery, again_s)
 
     async def _give_back(self, delivery: Delivery, again_s: float | None) -> None:
         """Acknowledge, or have it delivered again after `again_s`."""
