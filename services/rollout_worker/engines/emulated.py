@@ -24,7 +24,7 @@ from typing import Final, Protocol
 from messages.ids import PolicyVersion, Role
 from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
-from services.rollout_worker.engines.ends import end_of, finish_of
+from services.rollout_worker.engines.ends import end_of, finish_of, last_chunk
 from services.rollout_worker.engines.kv_protocol import First, Hello, Pages, ProtocolError, digest
 from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
 from services.rollout_worker.engines.replies import Replies
@@ -237,10 +237,7 @@ class EmulatedEngine:
         refusal = self._refusal(spec)
         at_once = refusal or finish_of(spec) or self._said_all(spec)
         if at_once:
-            finish = "refused" if refusal else at_once
-            yield Tokens(
-                offset=len(spec.prefix), tokens=[], logprobs=[], version=self._version, finish=finish, reason=refusal
-            )
+            yield last_chunk(len(spec.prefix), self._version, "refused" if refusal else at_once, refusal)
             return
         self._advance()
         number, role = next(self._numbers), self._role

@@ -1,7 +1,8 @@
-"""How a request ends without having run, and what its peer is told: the same for every engine. Pure."""
+"""How a request ends without another token, and what its peer is told: the same for every engine. Pure."""
 
 from __future__ import annotations
 
+from messages.ids import PolicyVersion
 from services.rollout_worker.engines.base import GenerateSpec, Tokens
 from services.rollout_worker.engines.kv_protocol import Broken, Refused
 
@@ -13,8 +14,13 @@ def finish_of(spec: GenerateSpec) -> str:
     return "length" if len(spec.prefix) >= spec.max_new_tokens else ""
 
 
-def end_of(last: Tokens | None) -> Refused | Broken:
-    """What the receiver is told at the end of a prefill engine's request, unless it has been told."""
-    if last is None or not last.finish:
+def last_chunk(offset: int, version: PolicyVersion, finish: str, reason: str) -> Tokens:
+    """The chunk that ends a stream, without tokens."""
+    return Tokens(offset=offset, tokens=[], logprobs=[], version=version, finish=finish, reason=reason)
+
+
+def end_of(chunk: Tokens | None) -> Refused | Broken:
+    """What the receiver is told at the end of a prefill engine's request, unless it has been told. `chunk`: its last one."""
+    if chunk is None or not chunk.finish:
         return Broken("cancelled")
-    return Refused(last.reason) if last.finish == "refused" else Broken(last.reason or last.finish)
+    return Refused(chunk.reason) if chunk.finish == "refused" else Broken(chunk.reason or chunk.finish)

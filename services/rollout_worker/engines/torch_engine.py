@@ -25,7 +25,7 @@ from services.jobfile import ConfigError, RolloutSection
 from services.models import ModelConfig, read_weights
 from services.rollout_worker.engines.base import EngineError, GenerateSpec, Load, Tokens
 from services.rollout_worker.engines.batching import Reply
-from services.rollout_worker.engines.ends import end_of, finish_of
+from services.rollout_worker.engines.ends import end_of, finish_of, last_chunk
 from services.rollout_worker.engines.kv_protocol import Hello, Pages, ProtocolError
 from services.rollout_worker.engines.kv_transfer import HandOverError, Limits, PrefillSide, Sender, receive
 from services.rollout_worker.engines.torch_thread import EngineThread
@@ -119,15 +119,7 @@ class TorchEngine:
         refusal = self._refusal(spec)
         at_once = refusal or finish_of(spec)
         if at_once:
-            finish = "refused" if refusal else at_once
-            yield Tokens(
-                offset=len(spec.prefix),
-                tokens=[],
-                logprobs=[],
-                version=self._thread.version,
-                finish=finish,
-                reason=refusal,
-            )
+            yield last_chunk(len(spec.prefix), self._thread.version, "refused" if refusal else at_once, refusal)
             return
         number = next(self._numbers)
         stream = self._streams[number] = _Stream(spec)
@@ -246,16 +238,9 @@ class TorchEngine:
         """End a prefill engine's request from the event loop; its stream cleans up."""
         stream = self._streams.get(number)
         if stream is not None:
-            last = Tokens(
-                offset=len(stream.spec.prefix),
-                tokens=[],
-                logprobs=[],
-                version=self._thread.version,
-                finish=finish,
-                reason=reason,
-            )
-            stream.put(last)
-            self._prefill_side.leave(number, end_of(last))
+            chunk = last_chunk(len(stream.spec.prefix), self._thread.version, finish, reason)
+            stream.put(chunk)
+            self._prefill_side.leave(number, end_of(chunk))
 
     def start_receiving(self, number: int, lease: int, hello: Hello) -> None:
         stream = self._streams.get(number)

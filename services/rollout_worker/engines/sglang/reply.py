@@ -8,7 +8,7 @@ from typing import Final
 import msgspec
 
 from messages.ids import PolicyVersion, Role
-from services.rollout_worker.engines.base import GenerateSpec, Tokens
+from services.rollout_worker.engines.base import GenerateSpec
 from services.rollout_worker.engines.sglang.api import Ended, Piece
 
 NO_WEIGHTS: Final = PolicyVersion(-1)
@@ -55,11 +55,6 @@ class Served:
         self.paused = ""  # the mode
         self.context_limit = 0  # tokens of context and reply together
         self.input_limit = 0  # tokens that can be submitted: a little less
-
-
-def last(offset: int, version: PolicyVersion, finish: str, reason: str) -> Tokens:
-    """The chunk that ends a stream, without tokens."""
-    return Tokens(offset=offset, tokens=[], logprobs=[], version=version, finish=finish, reason=reason)
 
 
 def end_of(ended: Ended) -> tuple[str, str]:

@@ -17,10 +17,10 @@ from typing import Any, Final
 from messages.ids import PolicyVersion, Role
 from services.jobfile import RolloutSection
 from services.rollout_worker.engines.base import GenerateSpec, Load, Tokens
-from services.rollout_worker.engines.ends import finish_of
+from services.rollout_worker.engines.ends import finish_of, last_chunk
 from services.rollout_worker.engines.sglang.accounts import Accounts
 from services.rollout_worker.engines.sglang.api import Api, ApiError, Piece, ServerGoneError, VersionSpan
-from services.rollout_worker.engines.sglang.reply import NO_WEIGHTS, Reply, Served, Stop, end_of, last
+from services.rollout_worker.engines.sglang.reply import NO_WEIGHTS, Reply, Served, Stop, end_of
 from services.rollout_worker.engines.sglang.rooms import End, Joined, RefusedError, Room, Rooms, join
 from services.runtime.log import get_logger
 
@@ -95,10 +95,10 @@ class Streams:
         """As `Engine.generate`."""
         offset = len(spec.prefix)
         if problem := self._problem(spec):
-            yield last(offset, self._now.version, "refused", problem)
+            yield last_chunk(offset, self._now.version, "refused", problem)
             return
         if finish := finish_of(spec):
-            yield last(offset, self._now.version, finish, "")
+            yield last_chunk(offset, self._now.version, finish, "")
             return
         reply = Reply(spec, f"{spec.request}#{spec.attempt}.{next(self._numbers)}.{self._life}", self._now.role)
         self._account()
@@ -146,13 +146,13 @@ class Streams:
             if stopped.done():
                 stop = stopped.result()
                 assert isinstance(stop, Stop), "nothing was submitted"
-                yield last(reply.sent, version, stop.finish, stop.reason)
+                yield last_chunk(reply.sent, version, stop.finish, stop.reason)
                 return
             stopped.cancel()
             try:
                 joined = meeting.result()
             except RefusedError as error:
-                yield last(reply.sent, version, "refused", str(error))
+                yield last_chunk(reply.sent, version, "refused", str(error))
                 return
             joined.lost.add_done_callback(
                 lambda task: None if task.cancelled() else reply.events.put_nowait(Stop("interrupted", task.result()))
@@ -181,7 +181,7 @@ class Streams:
         try:
             room = self._rooms.enter(spec.bootstrap_room, self._now.version)
         except RefusedError as error:
-            yield last(offset, self._now.version, "refused", str(error))
+            yield last_chunk(offset, self._now.version, "refused", str(error))
             return
         reason = "cancelled"
         stopped = asyncio.create_task(reply.events.get())
@@ -191,10 +191,10 @@ class Streams:
                 stop = stopped.result() if stopped.done() else None
                 assert stop is None or isinstance(stop, Stop), "nothing was submitted"
                 reason = f"no decode side came within {self._room_s:g} s" if stop is None else stop.reason
-                yield last(offset, self._now.version, "interrupted", reason)
+                yield last_chunk(offset, self._now.version, "interrupted", reason)
                 return
             if reason := room.joined.result():
-                yield last(offset, self._now.version, "refused", reason)
+                yield last_chunk(offset, self._now.version, "refused", reason)
                 return
             reason = "cancelled"
             self._submit(reply, self._rooms.bootstrap_port)
@@ -218,7 +218,7 @@ class Streams:
                     reason = "" if end == "handed_over" else reason
                     break
                 stopped = asyncio.create_task(reply.events.get())
-            yield last(offset, self._now.version, end, reason)
+            yield last_chunk(offset, self._now.version, end, reason)
         finally:
             stopped.cancel()
             reply.over = True
@@ -246,7 +246,7 @@ class Streams:
                 event = await reply.events.get()
                 if isinstance(event, Stop):
                     ended = event.finish == "refused"
-                    yield last(reply.sent, self._now.version, event.finish, event.reason)
+                    yield last_chunk(reply.sent, self._now.version, event.finish, event.reason)
                     return
                 chunk = self._chunk(reply, event)
                 ended = bool(chunk.finish)
