@@ -111,13 +111,15 @@ class Stream:
             if self.seen[known][1] > now:
                 break
             del self.seen[known]
-        if msg_id and msg_id in self.seen:
-            return self.seen[msg_id][0]
-        if expected is not None:
+        if expected is not None:  # before duplicates, as the server does
             newest = self.last(subject)
             found = newest.seq if newest is not None else 0
             if found != expected:
+                if newest is not None and newest.headers.get("Nats-Msg-Id") == msg_id:
+                    return newest.seq
                 raise WrongLastSequence(f"{subject}: last sequence is {found}, the write expected {expected}")
+        if msg_id and msg_id in self.seen:
+            return self.seen[msg_id][0]
         if self.spec.retention == "workqueue" and self.size + len(data) > self.spec.max_bytes:
             raise BusUnavailable(f"stream {self.spec.name} is full ({self.spec.max_bytes} bytes)")
         self.last_seq += 1

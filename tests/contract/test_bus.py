@@ -227,6 +227,9 @@ async def test_a_guarded_publish_loses_against_an_earlier_one(place: Place) -> N
     assert await bus.publish_durable(subject, b"1", msg_id="a", expected_last_on_subject=0) == first
     second = await bus.publish_durable(subject, b"2", msg_id="c", expected_last_on_subject=first)
     assert second > first
+    # but only while it is the newest: the server looks at the guard before it looks for duplicates
+    with pytest.raises(WrongLastSequence):
+        await bus.publish_durable(subject, b"1", msg_id="a", expected_last_on_subject=0)
 
 
 async def test_no_stream_is_unavailable(place: Place) -> None:

@@ -235,6 +235,15 @@ async def test_a_paced_context_is_handed_over_at_the_end_of_its_time(engines: An
     assert time.perf_counter() - began >= 2e-3 * prefill.load().prefill_tokens > 0
 
 
+async def test_a_drain_hands_over_what_a_paced_iteration_has_computed(engines: Any):
+    prefill, decode = await engines(Role.PREFILL, pace_prefill_us_per_token=1e9), await engines(Role.DECODE)
+    running = asyncio.create_task(both(prefill, decode, spec()))
+    await until(lambda: prefill.load().prefill_tokens > 0)  # all is computed; its time is not over
+    assert not running.done()
+    assert await prefill.abort() == 0
+    await running
+
+
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 async def test_an_interruption_on_either_side_resumes_the_same(engines: Any, side: str):
     alone = await engines(Role.COLOCATED)

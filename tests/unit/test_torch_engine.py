@@ -371,6 +371,16 @@ async def test_a_paced_iteration_tells_at_its_end(engines: Any, snapshots: list[
     assert (joined(chunks)[0], chunks[-1].finish) == (whole[:2], "length")
 
 
+async def test_a_drain_waits_for_nothing_that_a_paced_iteration_has_ended(engines: Any, snapshots: list[str]):
+    whole, _ = joined(await run(await engines(snapshots[0]), spec()))
+    engine = await engines(snapshots[0], pace_decode_ms=3_600_000)
+    running = asyncio.create_task(run(engine, spec(max_new_tokens=2)))
+    await until(lambda: engine.load().decode_tokens == 1)
+    assert await engine.abort() == 0, "it has ended, nobody knows yet"
+    chunks = await running
+    assert (joined(chunks)[0], chunks[-1].finish) == (whole[:2], "length")
+
+
 async def test_what_a_paced_iteration_made_comes_before_the_end_of_what_is_broken_off(
     engines: Any, snapshots: list[str], monkeypatch: pytest.MonkeyPatch
 ):

@@ -483,6 +483,9 @@ class EngineThread:
             self.batcher.end(reply)
 
     def abort(self, request: str | None) -> int:
+        if request is None:  # a drain does not wait for the end of an iteration that has made what it makes
+            self._made, self._outbox = [], [*self._made, *self._outbox]
+            self._send_soon()
         chosen = [reply for reply in self.replies.values() if request in (None, reply.spec.request)]
         for reply in chosen:
             self._end(reply, "interrupted", "aborted")

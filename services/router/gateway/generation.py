@@ -35,6 +35,7 @@ from services.edge.request import (
 from services.router.gateway.config import Config
 from services.router.gateway.errors import ApiError
 from services.router.gateway.metrics import Metrics
+from services.router.gateway.sessions import Session
 from services.router.gateway.text import TextStream
 from services.router.gateway.vocabulary import Vocabulary
 
@@ -242,6 +243,10 @@ class Generation:
         """End one request, or with "" all but sessions' turns, with what it has; returns how many."""
         wanted = [request] if request else sorted(each for each in self._running if each.startswith(PLAIN))
         return sum(self._edge.abort(each) for each in wanted)
+
+    def abort_turns(self, session: Session) -> int:
+        """End what runs for a session; returns how many."""
+        return sum(self._edge.abort(each) for each in sorted(filter(session.is_mine, self._running)))
 
     async def count_interruption(self, interruption: Interruption) -> None:
         """Nobody trains on this request: it is only counted."""

@@ -70,7 +70,7 @@ class Gateway:
             endpoints_of(
                 OpenAI(config, self.generation, vocabulary, self.trajectories),
                 SGLang(config, self.generation, vocabulary, self.trajectories),
-                SessionApi(self.trajectories),
+                SessionApi(self.generation, self.trajectories),
                 self,
             ),
             self.metrics,

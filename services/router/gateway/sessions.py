@@ -21,7 +21,7 @@ from typing import Any, Final, cast
 
 import msgspec
 
-from messages.agent import RolloutTask, TurnFinished, VersionSpan
+from messages.agent import RequestInterrupted, RolloutTask, TurnFinished, VersionSpan
 from messages.ids import PolicyVersion, RequestId, WorkerId
 from messages.pipeline_scheduler import TrajectoryCompleted
 from services.edge.request_state import Reply
@@ -117,6 +117,9 @@ class Session(msgspec.Struct, kw_only=True):
     idle_ms: int | None = None  # of its own, where that is less than the gateway's
     superseded: bool = False  # another process writes this trajectory now
     journal_seq: int = 0  # last sequence on the trajectory's subject
+    unsure: TurnFinished | RequestInterrupted | None = None  # a record of which nobody knows whether it is stored
+    written: list[TurnFinished] = []  # the trajectory's turns, once its reward was posted
+    journal: list[int] = []  # sequences of those that are stored
     heads: dict[bytes, int] = {}  # conversation including a reply -> turn
     children: dict[int, int] = {}  # parent -> requests that continue it
 
@@ -199,6 +202,10 @@ class Session(msgspec.Struct, kw_only=True):
     def request_id(self, asked: Asked) -> RequestId:
         """The id of a request: begins with the trajectory's, as agents' do."""
         return RequestId(f"{self.trajectory}/{asked.number}/{self.holding}")
+
+    def is_mine(self, request: str) -> bool:
+        """Whether a request is one of its own, and not of another session of the same trajectory."""
+        return request.startswith(f"{self.trajectory}/") and request.endswith(f"/{self.holding}")
 
     def stopped(self, now_ms: int) -> None:
         """A request ended, with a turn or without."""

@@ -10,6 +10,8 @@ Invariants:
 - Turns are journalled when the reward is posted, all at once, in order, guarded by the last sequence on the trajectory's
   subject: until then a harness may rewrite its history, and a gateway that dies loses its sessions anyway, since no one can
   make their clients repeat themselves. Their tasks then go to others. Interruptions are journalled as they happen.
+- A write whose answer did not come, or was not waited for, is repeated before the next one: the guard then tells what a
+  process wrote from what another did.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import secrets
+import weakref
 from typing import Final
 
 from messages.agent import PLAIN, RequestInterrupted, RolloutTask, TurnFinished
@@ -29,7 +32,7 @@ from services.edge.request import Interruption, Reply
 from services.edge.tasks import problem_of_task
 from services.router.gateway.config import Config, digest_of
 from services.router.gateway.errors import ApiError
-from services.router.gateway.sessions import KEY_PREFIX, Result, Session, SessionBook, Turn, end_of
+from services.router.gateway.sessions import KEY_PREFIX, Result, Session, SessionBook, Turn, end_of, ended
 from services.runtime.bus import Bus, BusError, BusUnavailable, Consumer, Delivery, WrongLastSequence
 from services.runtime.clock import Clock, now_ms
 from services.runtime.dead_letters import dead_letter
@@ -56,7 +59,9 @@ class Trajectories:
         self._clock = clock
         self._consumer: Consumer | None = None
         self._held: dict[str, Delivery] = {}  # by session: the newest delivery of its task
-        self._locks: dict[str, asyncio.Lock] = {}
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = (
+            weakref.WeakValueDictionary()
+        )  # of who writes, or waits
         self._opened = 0
         self._progress_ms = 0
 
@@ -69,6 +74,9 @@ class Trajectories:
             problem = problem_of_task(task, self._config.newest_version)
             if problem:
                 raise ApiError(400, f"task: {problem}", code="invalid_value", param="task")
+            known = self.book.of_task(task.trajectory, task.retry)
+            if known is not None:
+                await self._supersede(known)
             session = await self._take_up(task)
             if session is None:
                 raise ApiError(409, f"try {task.retry} of {task.trajectory} has ended", code="task_ended", param="task")
@@ -110,7 +118,7 @@ class Trajectories:
                     continue
                 self._held[session.id] = delivery
                 return session
-            if loop.time() >= deadline:
+            if not deliveries and loop.time() >= deadline:
                 raise ApiError(
                     429,
                     f"no rollout task within {wait_s:g} s: all that may run are taken",
@@ -156,6 +164,8 @@ class Trajectories:
             if written:  # by a gateway that died before it wrote the end: nobody can go on with it
                 await self._end_failed(task, "its gateway or agent died, and a session cannot be replayed")
                 return None
+        except WrongLastSequence:  # it had not died, or an earlier try's end came late: look again
+            return await self._take_up(task)
         except BusError as error:
             raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
         return self._begin(task, seq)
@@ -202,11 +212,15 @@ class Trajectories:
             return
         record = _interrupted(task.trajectory, task.retry, interruption)
         async with self._lock(session):
+            if session.ending or session.superseded:  # what still ran for it is no part of any try
+                raise ended(session.id)
             try:
-                session.journal_seq = await self._write(session, record)
+                await self._write(session, record)
             except WrongLastSequence as error:
                 session.superseded = True
                 raise _superseded(session) from error
+            except BusError as error:
+                raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
 
     async def interrupted_plain(self, interruption: Interruption) -> None:
         """The same for a request outside of any trajectory, so that a run can be checked. Losing it costs no client anything."""
@@ -270,7 +284,7 @@ class Trajectories:
                 await self._done(session, self._config.ack_wait_s)
                 raise _superseded(session) from error
             except BusError as error:
-                # Some turns may be stored: none can be added any more, the reward can be posted again.
+                # Some records may be stored: no turn can be added any more, the reward can be posted again.
                 raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
             self.book.close(session, result)
         await self._done(session, None)
@@ -287,22 +301,43 @@ class Trajectories:
             again_s = self._config.ack_wait_s if session.superseded else None
             try:
                 if session.task is not None and not session.superseded:
-                    await self._end_failed(session.task, reason)
+                    result = await self._end_given_up(session, session.task, result)
             except BusError as error:
                 log.warning(f"{session.trajectory}: {error}", action="abandon_lost")
                 again_s = RETRY_S
             self.book.close(session, result)
-        log.info(f"session {session.id} abandoned: {reason}", action="session_abandoned")
+        log.info(f"session {session.id} {result.status}: {reason}", action="session_abandoned")
         await self._done(session, again_s)
         return result
 
+    async def _supersede(self, session: Session) -> None:
+        """Its task is taken up anew, by a caller who holds it: as if another process had taken it."""
+        async with self._lock(session):
+            if self.book.result(session.id) is None:
+                session.superseded = True
+                self.book.close(session, session.result("abandoned", None, "its task was given again"))
+        await self._done(session, self._config.ack_wait_s)
+
     async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> None:
-        records = session.records(self._clock())
-        journal: list[int] = []
-        for record in records:
-            session.journal_seq = await self._write(session, record)
-            journal.append(session.journal_seq)
-        await self._publish_end(task, end_of(task, result, records, journal))
+        if not session.written:  # posted again, it goes on where it stopped
+            session.written = session.records(self._clock())
+        for record in session.written[len(session.journal) :]:
+            await self._write(session, record)
+            session.journal.append(session.journal_seq)
+        await self._publish_end(task, end_of(task, result, session.written, session.journal))
+
+    async def _end_given_up(self, session: Session, task: RolloutTask, result: Result) -> Result:
+        """End it as failed. `result`, unless its reward had been stored and only the answer was lost."""
+        try:
+            await self._end_failed(task, result.reason)
+        except WrongLastSequence:
+            _, known = await self._last_end(task)
+            if known is None or known.retry != task.retry or not session.journal:
+                raise
+            if known.journal != tuple(session.journal):
+                raise
+            return session.result(known.status, known.reward)
+        return result
 
     async def _end_failed(self, task: RolloutTask, reason: str) -> None:
         result = Session(id="", secret=b"", holding="", task=task, opened_ms=0, touched_ms=0).result(
@@ -326,7 +361,7 @@ class Trajectories:
         await self._bus.publish_durable(
             subject_of(self._config.job, end),
             encode(end),
-            msg_id=f"{message_id(end)}:{self._instance}",
+            msg_id=f"{message_id(end)}:{end.status}:{self._instance}",
             expected_last_on_subject=last_seq,
         )
 
@@ -342,17 +377,21 @@ class Trajectories:
         except UndecodableMessage:
             return last.seq, None
 
-    async def _write(self, session: Session, record: TurnFinished | RequestInterrupted) -> int:
-        # The holding is in the id: another holder's record of the same turn must meet the guard.
-        return await self._bus.publish_durable(
-            subject_of(self._config.job, record),
-            encode(record),
-            msg_id=f"{message_id(record)}:{session.holding}",
-            expected_last_on_subject=session.journal_seq,
-        )
+    async def _write(self, session: Session, record: TurnFinished | RequestInterrupted) -> None:
+        """The next record; before it, one of which nobody knows whether it is there."""
+        before = () if session.unsure is None or session.unsure == record else (session.unsure,)
+        for each in (*before, record):
+            session.unsure = each
+            # The holding is in the id: another holder's record of the same turn must meet the guard.
+            session.journal_seq = await self._bus.publish_durable(
+                subject_of(self._config.job, each),
+                encode(each),
+                msg_id=f"{message_id(each)}:{session.holding}",
+                expected_last_on_subject=session.journal_seq,
+            )
+            session.unsure = None
 
     async def _done(self, session: Session, again_s: float | None) -> None:
-        self._locks.pop(session.id, None)
         delivery = self._held.pop(session.id, None)
         if delivery is not None:
             await self._give_back(delivery, again_s)
