@@ -109,7 +109,8 @@ async def calibrate(job: JobFile, *, say: Callable[[str], None] = lambda _: None
         if longest > 4 * SHORT:
             far_s, near_s = await _decode_s(engine, ask, 4, longest), await _decode_s(engine, ask, 4, SHORT)
             slope = max(0.0, (far_s - near_s) / (4 * (longest - SHORT)))
-        prompts = [each for each in PROMPTS if each <= min(rollout.prefill_chunk_tokens, max(longest, PROMPTS[0]))]
+        most = min(rollout.prefill_chunk_tokens, max(longest, PROMPTS[0]))
+        prompts = [each for each in PROMPTS if each <= most] or [most]
         prefill = [await _prefill_s(engine, ask, each) for each in prompts]
         say(f"prefill: {prefill[-1] / prompts[-1] * 1e6:.0f} us a token")
         await engine.set_role(Role.PREFILL)
@@ -273,14 +274,26 @@ def predict(job: JobFile, hardware: Hardware, play: Play) -> float:
         total = prompt + job.pipeline.max_new_tokens
         put(engine, Work(f"c{client}/{left[client]}", prompt, total, client, remote=bool(prefillers)))
 
+    contexts: dict[Work, Work] = {}  # of a decoder's request that waits for its context: what computes that
+
     def take(engine: FastEngine) -> None:
+        dropped, engine.dropped = engine.dropped, []
+        for work in dropped:  # it waits for room again, and its context is computed anew
+            context = contexts.pop(work, None)
+            prefiller = context.engine if context is not None else None
+            if context is not None and prefiller is not None:
+                touched[id(prefiller)] = prefiller
+                prefiller.advance(now)
+                if context.engine is not None:
+                    prefiller.end(context)
         reserved, engine.reserved = engine.reserved, []
         for work in reserved:
-            put(min(prefillers, key=_requests), Work(work.session, prompt, prompt + 1, work))
+            contexts[work] = Work(work.session, prompt, prompt + 1, work)
+            put(min(prefillers, key=_requests), contexts[work])
         ended, engine.ended = engine.ended, []
         for at_s, work in ended:
             if isinstance(work.of, Work):
-                later(at_s + hardware.transfer_s(prompt), "arrived", work.of)
+                later(at_s + hardware.transfer_s(prompt), "arrived", work)
                 continue
             client = work.of
             assert isinstance(client, int)
@@ -301,12 +314,17 @@ def predict(job: JobFile, hardware: Hardware, play: Play) -> float:
             if kind == "turn":
                 begin(what)
             elif kind == "arrived":
-                if id(what.engine) not in touched:
-                    what.engine.advance(now)
-                touched[id(what.engine)] = what.engine
-                engine = what.engine
-                if engine.arrived(what):
-                    engine.ended.append((now, what))
+                work = what.of
+                if contexts.get(work) is not what:
+                    continue
+                engine = work.engine
+                if id(engine) not in touched:
+                    engine.advance(now)
+                touched[id(engine)] = engine
+                if work not in engine.dropped:  # else it has lost its room just now
+                    del contexts[work]
+                    if engine.arrived(work):
+                        engine.ended.append((now, work))
             else:
                 touched[id(what)] = what
         while touched:

@@ -27,6 +27,8 @@ from services.runtime.core import Effects, Input, Note, Refuse, Send, Tick
 MOST_SECONDS = 1e6
 """No operation takes eleven days."""
 
+MOST_OF_A_TURN = 10**9
+"""Tokens, or milliseconds, of a recorded turn."""
 
 FILLING = 2
 """Where batches overlap, so many first ones measure how the pipeline fills."""
@@ -135,7 +137,10 @@ class DecisionEngineCore:
     def on_profile(self, state: State, profile: WorkloadProfile) -> tuple[State, Effects]:
         """Better knowledge of the workload; a decision only where it changes the choice."""
         problem = (
-            problem_of(profile) or _wrong_costs(profile) or wrong_batch(profile.train_step, self.config.train_steps)
+            problem_of(profile)
+            or _wrong_costs(profile)
+            or _wrong_sample(profile)
+            or wrong_batch(profile.train_step, self.config.train_steps)
         )
         if problem:
             return state, (Refuse(f"{tag_of(WorkloadProfile)} of train step {profile.train_step}: {problem}"),)
@@ -361,6 +366,15 @@ def _rounded(seconds: float) -> float:
 def _wrong_costs(profile: WorkloadProfile) -> str:
     wrong = next((name for name, cost in sorted(profile.costs.items()) if not 0 <= cost < MOST_SECONDS), None)
     return "" if wrong is None else f"{brief(wrong, 40)} costs {profile.costs[wrong]} s"
+
+
+def _wrong_sample(profile: WorkloadProfile) -> str:
+    for index, trajectory in enumerate(profile.sample):
+        if not trajectory or len(trajectory) % 3:
+            return f"trajectory {index} of its sample has {len(trajectory)} numbers: three a turn, at least one turn"
+        if not 0 <= min(trajectory) <= max(trajectory) <= MOST_OF_A_TURN:
+            return f"trajectory {index} of its sample has a number that is not from 0 to {MOST_OF_A_TURN}"
+    return ""
 
 
 def _serving(counts: Counts | None) -> Counts | None:

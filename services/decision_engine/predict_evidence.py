@@ -22,15 +22,12 @@ SHORTLIST: Final = 3
 """Ratios that are replayed because they rank first, beside colocation and those that must be judged."""
 CLIMB: Final = 2
 """And so many more, neighbours of the best that was replayed."""
-MOST_MERGED: Final = 8
-"""Turns that one replayed turn may stand for."""
 MOST_DRAWS: Final = 4
 """Batches that one configuration is replayed with at most."""
 FLOW: Final = 2
 """Where each batch begins as slots of the one before free up, so many times those that may be open at once are replayed in one flow."""
 MOST_FLOW: Final = 8
 """And never more batches."""
-MOST_MERGED_FLOW: Final = 24
 LEAST_MISSED: Final = 0.1
 """Computed tokens beyond the expected by less than this share are no rewritten histories."""
 LENDING: Final = 0.5
@@ -175,8 +172,7 @@ def model_of(key: Key) -> Model:
         shrink = max(1, min(math.ceil(key.batch * mean_turns / each), key.scales))
     size = max(1, key.batch // shrink)
     flows = batches_in_flow(key.limits)
-    played, most_merged = (flows * size, MOST_MERGED_FLOW) if flows else (size, MOST_MERGED)
-    together = min(most_merged, max(1.0, played * mean_turns / each))
+    together = max(1.0, (flows or 1) * size * mean_turns / each)
     replayed = tuple(merged(turns, together) for turns in sample)
     # As many different batches as may be replayed; where the sample makes no other, the same one in another order.
     most = flows or max(1, min(MOST_DRAWS, int(each / (size * mean_turns))))

@@ -243,9 +243,7 @@ class DecisionSection(_Section, frozen=True, kw_only=True):
     probe_share: Fraction = (
         0.05  # "planner": share of a batch that one trial of a mode never measured may cost; 0: no trial
     )
-    replay_turns: PositiveInt = (
-        4000  # "planner": recorded turns that a choice replays at most; more is slower and more exact
-    )
+    replay_turns: PositiveInt = 4000  # "planner": recorded turns that a choice replays, about; of longer trajectories several are taken together
     switch_guess_s: NonNegativeFloat = 10.0  # "planner": a worker's change of role, until it was measured
     toggle_guess_s: NonNegativeFloat = (
         10.0  # cost of borrowing and returning (eq. 7) until it was measured; paper: Table 3

@@ -22,7 +22,7 @@ from services.decision_engine.correct import correction, smoothed
 from services.decision_engine.decide import answer, question_of
 from services.decision_engine.learn import Learned
 from services.decision_engine.predict_average import averaged, kept
-from services.decision_engine.predict_evidence import MODELS, Evidence, Limits
+from services.decision_engine.predict_evidence import MODELS, Evidence, Limits, key_of, model_of
 from services.decision_engine.predict_model import Flowed, Grow, Machine, Pipeline, merged
 from services.decision_engine.predict_queueing import makespan_s, phases_of
 from services.decision_engine.predict_replay import flow, replay
@@ -274,6 +274,19 @@ def test_constants_that_are_zero_let_time_go_by(constants: tuple[float, float, f
         limits = msgspec.structs.replace(evidence.limits, fused=fused)
         options = predict.candidates(profile, 3, msgspec.structs.replace(evidence, limits=limits))
         assert len(options) == 3 and all(each.makespan_s and math.isfinite(each.makespan_s) for each in options)
+
+
+@pytest.mark.parametrize("batch", [16, 256])
+@pytest.mark.parametrize("turns", [5, 37, 512])
+@pytest.mark.parametrize("percent", [0, 150])
+def test_what_is_replayed_does_not_grow_with_the_length_of_trajectories(batch: int, turns: int, percent: int) -> None:
+    """A configuration's share of `replay_turns`, and where that does not go round one for each trajectory."""
+    limits = Limits(replay_turns=4000, in_flight_percent=percent)
+    evidence = Evidence(sample=tuple((250, 60, 300) * turns for _ in range(4)), limits=limits)
+    model = model_of(key_of(msgspec.structs.replace(PROFILE, B=batch), evidence, 16))
+    trajectories = [turns for draw in model.draws for turns in draw]
+    assert sum(len(each) for each in trajectories) <= 4000 / 5 + len(trajectories)
+    assert {sum(turn[3] for turn in each) for each in trajectories} == {turns}
 
 
 def test_what_runs_is_compared_alike_before_and_after_its_sample_is_remembered() -> None:

@@ -46,6 +46,24 @@ def test_disaggregated_ones_are_prefilled_elsewhere() -> None:
     assert many >= 0.4, "no turn is shorter than its decode iteration"
 
 
+def test_a_decoder_that_runs_out_of_room_has_contexts_computed_anew() -> None:
+    """128 replies of 512 tokens where 16,384 fit: some lose their room, a few before their context has come."""
+    slow = msgspec.structs.replace(
+        HARDWARE,
+        linear=Curve((1.0, 128.0), (0.001, 0.05), "test"),
+        transfer_fixed_s=Value(0.003, "test"),
+        transfer_bytes_per_s=Value(1e9, "test"),
+        prefill=Curve((4.0, 256.0), (0.002, 0.5), "test"),
+    )
+    job = JobFile(
+        rollout=RolloutSection(max_running=128, prefill_chunk_tokens=64, kv_cache_tokens=16384),
+        pipeline=PipelineSection(batch_trajectories=128, group_size=1, max_new_tokens=512),
+    )
+    short = predict(job, slow, Play(prefill=2, decode=1, colocated=0, prompt=8, turns=8, most_env_s=2.0))
+    roomy = msgspec.structs.replace(job, rollout=msgspec.structs.replace(job.rollout, kv_cache_tokens=1 << 20))
+    assert short > predict(roomy, slow, Play(prefill=2, decode=1, colocated=0, prompt=8, turns=8, most_env_s=2.0)) > 0
+
+
 def test_a_curve_of_noisy_measurements_never_falls() -> None:
     curve = _curve((1, 2, 4), (0.3, 0.2, 0.5), "test")
     assert curve.seconds == (0.3, 0.3, 0.5)

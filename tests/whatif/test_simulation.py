@@ -209,6 +209,7 @@ def test_the_oracle_takes_the_best_measured_configuration_at_no_cost() -> None:
         ({"batch_trajectories": 10}, "not a multiple of group_size"),
         ({"placement": "random"}, "use one of affinity, least-loaded"),
         ({"reserved_gpus": 1}, "a worker of this hardware takes 2"),
+        ({"max_context_tokens": 10**8}, "use --set max_context_tokens="),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes: dict[str, object], told: str) -> None:

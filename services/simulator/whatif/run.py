@@ -36,7 +36,7 @@ def simulate(
     settings: Settings | None = None,
 ) -> PolicyResult:
     """One policy. Raises ConfigError where the settings contradict each other."""
-    chosen = checked(Settings() if settings is None else settings, hardware.gpus)
+    chosen = checked(Settings() if settings is None else settings, hardware)
     if not 0 < hours <= MOST_HOURS:
         raise ConfigError(f"hours = {hours:g}: give more than 0, at most {MOST_HOURS:g}")
     episodes = Episodes(workload, chosen.max_context_tokens, chosen.prefix_reuse)

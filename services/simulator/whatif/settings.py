@@ -11,6 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from services.jobfile import ConfigError
+from services.timing.hardware import Hardware
 
 Count = Annotated[int, Meta(ge=1, le=10**9)]
 Some = Annotated[int, Meta(ge=0, le=10**9)]
@@ -63,15 +64,21 @@ SOURCES: Final[dict[str, str]] = {
 }
 
 
-def checked(settings: Settings, gpus_per_worker: int) -> Settings:
-    """The same settings. Raises ConfigError where they contradict each other."""
+def checked(settings: Settings, hardware: Hardware) -> Settings:
+    """The same settings. Raises ConfigError where they contradict each other, or the hardware."""
     problem = ""
+    longest = min(hardware.max_context_tokens, hardware.kv_capacity_tokens)
     if settings.batch_trajectories % settings.group_size:
         problem = f"batch_trajectories = {settings.batch_trajectories} is not a multiple of group_size = {settings.group_size}"
     elif settings.placement not in PLACEMENTS:
         problem = f"placement = {settings.placement!r}: use one of {', '.join(PLACEMENTS)}"
-    elif settings.reserved_gpus < gpus_per_worker:
-        problem = f"reserved_gpus = {settings.reserved_gpus}: a worker of this hardware takes {gpus_per_worker}"
+    elif settings.reserved_gpus < hardware.gpus:
+        problem = f"reserved_gpus = {settings.reserved_gpus}: a worker of this hardware takes {hardware.gpus}"
+    elif settings.max_context_tokens > longest:
+        problem = (
+            f"max_context_tokens = {settings.max_context_tokens}: a worker of {hardware.name} holds a context of at most "
+            f"{longest}; use --set max_context_tokens={longest}, or less"
+        )
     if problem:
         raise ConfigError(f"settings: {problem}")
     return settings
