@@ -158,6 +158,7 @@ class NatsBus(NatsConnection):
                     self._learn(subject, answer.stream)
                     return answer.seq
                 if answer.error.err_code in WRONG_LAST:
+                    self._learn(subject, answer.stream)
                     stored = await self._stored_before(stream or self._stream_of(subject), subject, headers)
                     if stored is not None:
                         return stored

@@ -225,6 +225,9 @@ async def test_a_guarded_publish_loses_against_an_earlier_one(place: Place) -> N
         await bus.publish_durable(subject, b"x", msg_id="b", expected_last_on_subject=0)
     # the retry of a guarded write that was stored is a duplicate, not a loss
     assert await bus.publish_durable(subject, b"1", msg_id="a", expected_last_on_subject=0) == first
+    # also on a connection that has had no answer yet
+    other = await place.connect()
+    assert await other.publish_durable(subject, b"1", msg_id="a", expected_last_on_subject=0) == first
     second = await bus.publish_durable(subject, b"2", msg_id="c", expected_last_on_subject=first)
     assert second > first
     # but only while it is the newest: the server looks at the guard before it looks for duplicates

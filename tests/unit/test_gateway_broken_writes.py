@@ -9,9 +9,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from messages.agent import RolloutTask
 from services.router.gateway.sessions import Session, end_of
-from services.router.gateway.trajectories import Trajectories
-from services.runtime.bus import Bus, BusUnavailable
+from services.router.gateway.trajectories import LOOKS, Trajectories
+from services.runtime.bus import Bus, BusUnavailable, WrongLastSequence
 from tests.gateway_world import World, chat, hello, task_of
 from tests.waiting import until
 
@@ -84,6 +85,68 @@ async def test_given_up_after_its_end_was_stored_it_has_completed(monkeypatch: p
         assert end.status == "completed" and not await world.left()
 
 
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize("by", ["client", "idleness"])
+async def test_it_is_not_given_up_while_nobody_can_say_how_it_ended(
+    by: str, away: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with World(hello) as world:
+        await world.give(task_of())
+        path, header = await opened(world)
+        await talk(world, header)
+        fail(monkeypatch, bus_of(world), lambda subject: ".ev." in subject, stored=True)
+        await world.post(f"{path}/reward", {"reward": 0.5}, status=503, **header)
+
+        async def nobody(stream: str, subject: str) -> None:
+            raise BusUnavailable(f"{subject}: the broker is away")
+
+        if away:
+            monkeypatch.setattr(bus_of(world), "last", nobody)
+        if by == "client":
+            async with world.http.delete(path, headers=header) as response:
+                assert response.status == (503 if away else 200)
+        else:
+            world.clock.advance(world.config.session_idle_ms)
+            await world.gateway.trajectories.look_after()
+        monkeypatch.undo()
+        result = await world.post(f"{path}/reward", {"reward": 0.5}, **header)
+        assert (result["status"], result["reward"]) == ("completed", 0.5)
+        assert len(await world.ends()) == 1 and not await world.left()
+
+
+@pytest.mark.parametrize("changed", [{"reward": 0.5}, {"reward": 1.0, "status": "truncated"}])
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_reward_that_is_another_than_the_stored_one_is_told_that(
+    changed: dict[str, Any], late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`late`: the first end arrives when the second is on its way."""
+    async with World(hello) as world:
+        await world.give(task_of())
+        path, header = await opened(world)
+        await talk(world, header)
+        bus, first = bus_of(world), []
+        publish = bus.publish_durable
+
+        async def unanswered(subject: str, data: bytes, **rest: Any) -> int:
+            if ".ev." in subject and not first:
+                first.append(subject)
+                if not late:
+                    await publish(subject, data, **rest)
+                first.append(data)
+                raise BusUnavailable(f"{subject}: the broker is away")
+            if ".ev." in subject and late and len(first) == 2:
+                first.append(await publish(first[0], first[1], **{**rest, "msg_id": "first"}))
+            return await publish(subject, data, **rest)
+
+        monkeypatch.setattr(bus, "publish_durable", unanswered)
+        await world.post(f"{path}/reward", {"reward": 1.0}, status=503, **header)
+        answer = await world.post(f"{path}/reward", changed, status=409, **header)
+        assert answer["error"]["code"] == "session_ended" and "completed with reward 1" in answer["error"]["message"]
+        (end,) = await world.ends()
+        assert (end.status, end.reward) == ("completed", 1.0)
+        assert (await world.post(f"{path}/reward", {"reward": 1.0}, **header))["status"] == "completed"
+
+
 @pytest.mark.parametrize("stored", [False, True], ids=["before", "after"])
 async def test_an_interruption_that_was_not_journalled_is_before_the_next_record(
     stored: bool, monkeypatch: pytest.MonkeyPatch
@@ -123,6 +186,17 @@ async def test_a_client_goes_away_while_an_interruption_is_journalled(monkeypatc
         await talk(world, header)
         assert (await world.post(f"{path}/reward", {"reward": 1.0}, **header))["status"] == "completed"
         assert len(await world.journal()) == 2
+
+
+async def test_what_runs_for_a_session_without_a_task_ends_with_it() -> None:
+    async with World(hello) as world:
+        world.cluster.before = asyncio.Event()
+        path, header = await opened(world, train=False)
+        asking = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi"), status=409, **header))
+        await until(lambda: bool(world.cluster.generates))
+        async with world.http.delete(path, headers=header) as response:
+            assert response.status == 200
+        assert (await asking)["error"]["code"] == "session_ended" and world.gateway.generation.in_flight == 0
 
 
 async def test_what_runs_for_a_session_that_is_given_up_ends_and_disturbs_no_other_try() -> None:
@@ -222,12 +296,55 @@ async def test_a_task_given_again_by_its_holder_is_another_session() -> None:
         assert [end.status for end in await world.ends()] == ["completed"]
 
 
+async def test_what_runs_for_a_task_that_is_given_again_ends() -> None:
+    async with World(hello) as world:
+        world.cluster.before = go = asyncio.Event()
+        body = {"task": msgspec.to_builtins(task_of())}
+        _, header = await opened(world, **body)
+        asking = asyncio.create_task(world.post("/v1/chat/completions", chat("Hi"), status=409, **header))
+        await until(lambda: bool(world.cluster.generates))
+        path, again = await opened(world, **body)
+        assert (await asking)["error"]["code"] == "session_ended" and world.gateway.generation.in_flight == 0
+        go.set()
+        world.cluster.before = None
+        await talk(world, again)
+        assert (await world.post(f"{path}/reward", {"reward": 1.0}, **again))["status"] == "completed"
+
+
+async def test_a_task_that_is_given_again_after_its_end_was_stored_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(hello) as world:
+        body = {"task": msgspec.to_builtins(task_of())}
+        path, header = await opened(world, **body)
+        await talk(world, header)
+        fail(monkeypatch, bus_of(world), lambda subject: ".ev." in subject, stored=True)
+        await world.post(f"{path}/reward", {"reward": 1.0}, status=503, **header)
+        monkeypatch.undo()
+        assert (await world.post("/v1/sessions", body, status=409))["error"]["code"] == "task_ended"
+        assert (await world.post(f"{path}/reward", {"reward": 1.0}, **header))["status"] == "completed"
+
+
+async def test_a_task_that_others_end_and_end_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with World(hello) as world:
+        await world.give(task_of())
+        looked = 0
+
+        async def met(task: RolloutTask) -> None:
+            nonlocal looked
+            looked += 1
+            raise WrongLastSequence("another's end was first")
+
+        monkeypatch.setattr(world.gateway.trajectories, "_begun", met)
+        answer = await world.post("/v1/sessions", {"wait_s": 1}, status=503)
+        assert "another process is ending b3-g0-m0" in answer["error"]["message"] and looked == LOOKS
+        assert await world.left() == ["b3-g0-m0"]
+
+
 async def test_who_does_not_wait_gets_the_task_behind_one_that_has_ended() -> None:
     async with World(hello) as world:
         await world.give(task_of())
         path, header = await opened(world)
         await talk(world, header)
-        world.gateway.trajectories._held.clear()  # its gateway dies before the acknowledgement
+        world.gateway.trajectories._tasks.held.clear()  # its gateway dies before the acknowledgement
         await world.post(f"{path}/reward", {"reward": 1.0}, **header)
         world.clock.advance(60_000)
         await world.give(task_of("b3-g0-m1"))

@@ -268,7 +268,7 @@ async def test_a_task_whose_turns_were_half_written_is_ended_and_not_continued()
         record = mine.records(0)[0]
         await world.gateway.trajectories._write(mine, record)  # and then it died
         await world.gateway.trajectories.stop()
-        world.gateway.trajectories._consumer = None
+        world.gateway.trajectories._tasks._consumer = None
         world.gateway.trajectories.book._open.clear()
         world.clock.advance(10)
         await world.give(task_of("b3-g0-m1"))
@@ -287,7 +287,7 @@ async def test_a_task_that_has_ended_is_acknowledged_by_whoever_is_given_it(end:
         await world.give(task_of())
         session, header = await opened(world)
         await speak(world, header, "Hi")
-        world.gateway.trajectories._held.pop(session["id"])
+        world.gateway.trajectories._tasks.held.pop(session["id"])
         if end == "reward":
             await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, **header)
         else:
@@ -332,7 +332,7 @@ async def test_a_superseded_session_leaves_its_task_to_the_other_process() -> No
         other.turns = trajectories.book.find(session["id"]).turns
         await trajectories._write(other, other.records(0)[0])
         await world.post(f"/v1/sessions/{session['id']}/reward", {"reward": 1}, status=409, **header)
-        assert await world.left() == ["b3-g0-m0"] and not trajectories._held
+        assert await world.left() == ["b3-g0-m0"] and not trajectories._tasks.held
 
 
 @pytest.mark.parametrize(

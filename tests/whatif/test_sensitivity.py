@@ -46,6 +46,9 @@ def test_a_change_touches_one_constant_only() -> None:
     assert changed(inputs, "", 1.2) == inputs
     assert changed(inputs, "host_s", 1.5)[0].host_s.value == pytest.approx(1.5 * hardware.host_s.value)
     assert changed(inputs, "linear", 0.5)[0].linear.seconds[0] == pytest.approx(0.5 * hardware.linear.seconds[0])
+    small = msgspec.structs.replace(hardware, kv_capacity_tokens=settings.max_context_tokens + 1)
+    least = changed((small, SMALL, settings), "kv_capacity_tokens", 0.5)[0].kv_capacity_tokens
+    assert least == settings.max_context_tokens, "a worker that holds no whole context cannot be simulated"
     for name in ("layers", "name", "nonsense"):
         with pytest.raises(KeyError):
             changed(inputs, name, 1.2)

@@ -63,14 +63,14 @@ class Gateway:
             ask_router=ask_router,
             tell_router=tell_router,
         )
-        self.trajectories = Trajectories(config, bus, instance, clock)
         self.generation = Generation(config, self.edge, replica, vocabulary, self.metrics)
+        self.trajectories = Trajectories(config, bus, instance, clock, self.generation.abort_turns)
         self.server = HttpServer(
             config,
             endpoints_of(
                 OpenAI(config, self.generation, vocabulary, self.trajectories),
                 SGLang(config, self.generation, vocabulary, self.trajectories),
-                SessionApi(self.generation, self.trajectories),
+                SessionApi(self.trajectories),
                 self,
             ),
             self.metrics,

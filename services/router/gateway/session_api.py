@@ -11,7 +11,6 @@ from aiohttp import web
 from services.router.gateway import api
 from services.router.gateway.config import digest_of
 from services.router.gateway.errors import ApiError
-from services.router.gateway.generation import Generation
 from services.router.gateway.server import Call, answer
 from services.router.gateway.sessions import Result, Session, session_of
 from services.router.gateway.trajectories import Trajectories
@@ -20,8 +19,7 @@ from services.router.gateway.trajectories import Trajectories
 class SessionApi:
     """The endpoints. Raises ApiError."""
 
-    def __init__(self, generation: Generation, trajectories: Trajectories) -> None:
-        self._generation = generation
+    def __init__(self, trajectories: Trajectories) -> None:
         self._trajectories = trajectories
 
     async def open(self, call: Call) -> web.StreamResponse:
@@ -78,9 +76,7 @@ class SessionApi:
         self._check_owner(call)
         known = self._trajectories.book.result(call.rest)
         if known is None:
-            session = self._find_owned(call)
-            known = await self._trajectories.abandon(session, "given up by its client")
-            self._generation.abort_turns(session)
+            known = await self._trajectories.abandon(self._find_owned(call), "given up by its client")
         return answer(msgspec.structs.asdict(known))
 
     def _find(self, call: Call) -> Session:

@@ -1,7 +1,7 @@
-"""What makes trajectories of sessions: tasks from the queue, the journal, ends of trajectories, telemetry.
+"""What makes trajectories of sessions: their tasks, the journal, ends of trajectories, telemetry.
 
-Owns: the rollout tasks of open sessions, kept by progress reports as agents keep theirs, and given back when the process
-stops. Never decides what is rolled out. Driven by HTTP (`open`, `reward`, `abandon`) and by time (`keep`).
+Owns: what is written of each session. Never decides what is rolled out. Driven by HTTP (`open`, `reward`, `abandon`) and by time
+(`keep`).
 
 Invariants:
 - A task is acknowledged only when its trajectory's end is in the stream; then always, also if another process wrote that end
@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import secrets
 import weakref
+from collections.abc import Callable
 from typing import Final
 
 from messages.agent import PLAIN, RequestInterrupted, RolloutTask, TurnFinished
@@ -33,16 +34,16 @@ from services.edge.tasks import problem_of_task
 from services.router.gateway.config import Config, digest_of
 from services.router.gateway.errors import ApiError
 from services.router.gateway.sessions import KEY_PREFIX, Result, Session, SessionBook, Turn, end_of, ended
-from services.runtime.bus import Bus, BusError, BusUnavailable, Consumer, Delivery, WrongLastSequence
+from services.router.gateway.task_queue import TaskQueue
+from services.runtime.bus import Bus, BusError, BusUnavailable, WrongLastSequence
 from services.runtime.clock import Clock, now_ms
-from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 KEEP_S: Final = 0.5
 """How often sessions and tasks are looked after."""
-PROGRESS_SHARE: Final = 3
-"""A task's acknowledgement is extended this often within its wait."""
 RETRY_S: Final = 1.0
+LOOKS: Final = 3
+"""At what became of a task, where another process may be ending it."""
 
 log = get_logger("gateway")
 
@@ -50,20 +51,26 @@ log = get_logger("gateway")
 class Trajectories:
     """Sessions of one gateway and what they become. `start`, then `keep` in a task, `stop` at the end."""
 
-    def __init__(self, config: Config, bus: Bus, instance: str, clock: Clock = now_ms) -> None:
+    def __init__(
+        self,
+        config: Config,
+        bus: Bus,
+        instance: str,
+        clock: Clock = now_ms,
+        end_turns: Callable[[Session], object] = lambda _: None,
+    ) -> None:
+        """`end_turns` ends what still runs for a session that is over."""
         self.book = SessionBook(config.max_sessions)
         self.lost_records = 0  # interruptions of plain requests that could not be journalled
         self._config = config
         self._bus = bus
         self._instance = instance
         self._clock = clock
-        self._consumer: Consumer | None = None
-        self._held: dict[str, Delivery] = {}  # by session: the newest delivery of its task
-        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = (
-            weakref.WeakValueDictionary()
-        )  # of who writes, or waits
+        self._end_turns = end_turns
+        self._tasks = TaskQueue(config, bus)
+        # By session, as long as somebody writes of it, or waits to.
+        self._locks: weakref.WeakValueDictionary[str, asyncio.Lock] = weakref.WeakValueDictionary()
         self._opened = 0
-        self._progress_ms = 0
 
     # --- opening
 
@@ -88,86 +95,62 @@ class Trajectories:
     async def _take(self, wait_s: float) -> Session:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + wait_s
-        consumer = await self._tasks()
         while True:
             try:
-                deliveries = await asyncio.shield(self._fetch(consumer, max(0.05, min(1.0, deadline - loop.time()))))
+                taken = await self._tasks.next(max(0.05, min(1.0, deadline - loop.time())))
             except BusError as error:
                 raise ApiError(503, f"the task queue is away: {error}", code="no_bus", retry_after_s=1) from error
-            for delivery in deliveries:
-                try:
-                    task = decode_on(self._config.job, delivery.subject, delivery.data, RolloutTask)
-                except UndecodableMessage as error:
-                    await self._refuse(consumer, delivery, error.reason)
+            if taken is None:
+                if loop.time() < deadline:
                     continue
-                problem = problem_of_task(task, self._config.newest_version)
-                if problem:
-                    await self._refuse(consumer, delivery, problem)
-                    continue
-                known = self.book.of_task(task.trajectory, task.retry)
-                if known is not None:  # delivered again although it is held here: a progress report came too late
-                    self._held[known.id] = delivery
-                    continue
-                try:
-                    session = await self._take_up(task)
-                except ApiError:
-                    await self._give_back(delivery, RETRY_S)
-                    raise
-                if session is None:
-                    await self._give_back(delivery, None)
-                    continue
-                self._held[session.id] = delivery
-                return session
-            if not deliveries and loop.time() >= deadline:
                 raise ApiError(
                     429,
                     f"no rollout task within {wait_s:g} s: all that may run are taken",
                     code="no_task",
                     retry_after_s=2,
                 )
-
-    async def _fetch(self, consumer: Consumer, wait_s: float) -> list[Delivery]:
-        return list(await consumer.fetch(1, wait_s))
-
-    async def _tasks(self) -> Consumer:
-        if self._consumer is None:
-            stream = stream_of(self._config.job, RolloutTask)
-            assert stream is not None
+            delivery, task = taken
+            known = self.book.of_task(task.trajectory, task.retry)
+            if known is not None:  # delivered again although it is held here: a progress report came too late
+                self._tasks.hold(known.id, delivery)
+                continue
             try:
-                self._consumer = await self._bus.consume(
-                    stream,
-                    "agents",
-                    (f"pearl.{self._config.job}.task.*",),
-                    ack_wait_s=self._config.ack_wait_s,
-                    max_ack_pending=self._config.max_ack_pending,
-                )
-            except BusError as error:
-                raise ApiError(503, f"the task queue is away: {error}", code="no_bus", retry_after_s=1) from error
-        return self._consumer
+                session = await self._take_up(task)
+            except ApiError:
+                await self._tasks.give_back(delivery, RETRY_S)
+                raise
+            if session is not None:
+                self._tasks.hold(session.id, delivery)
+                return session
+            await self._tasks.give_back(delivery, None)
 
     async def _take_up(self, task: RolloutTask) -> Session | None:
         """A session of a task; None if this try of it has ended, or had to be ended here. Raises ApiError."""
+        for _ in range(LOOKS):
+            try:
+                return await self._begun(task)
+            except WrongLastSequence:  # its gateway had not died, or an earlier try's end came late
+                continue
+            except BusError as error:
+                raise _journal_away(error) from error
+        raise ApiError(503, f"another process is ending {task.trajectory}: ask again", code="no_bus", retry_after_s=1)
+
+    async def _begun(self, task: RolloutTask) -> Session | None:
+        """The same. Raises WrongLastSequence where the end that it wrote met another, BusError, ApiError."""
         stream = stream_of(self._config.job, TurnFinished)
         assert stream is not None
         seq, written = 0, 0
-        try:
-            _, known = await self._last_end(task)
-            if known is not None and known.retry >= task.retry:
-                return None
-            async for delivery in self._bus.read(stream, f"pearl.{self._config.job}.journal.{task.trajectory}"):
-                seq = delivery.seq
-                with contextlib.suppress(UndecodableMessage):
-                    record = decode_on(
-                        self._config.job, delivery.subject, delivery.data, TurnFinished, RequestInterrupted
-                    )
-                    written += isinstance(record, TurnFinished) and record.retry == task.retry
-            if written:  # by a gateway that died before it wrote the end: nobody can go on with it
-                await self._end_failed(task, "its gateway or agent died, and a session cannot be replayed")
-                return None
-        except WrongLastSequence:  # it had not died, or an earlier try's end came late: look again
-            return await self._take_up(task)
-        except BusError as error:
-            raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
+        _, known = await self._last_end(task)
+        if known is not None and known.retry >= task.retry:
+            return None
+        async for delivery in self._bus.read(stream, f"pearl.{self._config.job}.journal.{task.trajectory}"):
+            seq = delivery.seq
+            with contextlib.suppress(UndecodableMessage):
+                record = decode_on(self._config.job, delivery.subject, delivery.data, TurnFinished, RequestInterrupted)
+                written += isinstance(record, TurnFinished) and record.retry == task.retry
+        if written:  # by a gateway that died before it wrote the end: nobody can go on with it
+            await self._end_failed(task, "its gateway or agent died, and a session cannot be replayed")
+            return None
         return self._begin(task, seq)
 
     def _begin(self, task: RolloutTask | None, journal_seq: int) -> Session:
@@ -207,6 +190,8 @@ class Trajectories:
     async def interrupted(self, session: Session, interruption: Interruption) -> None:
         """Journal it before the request goes on."""
         task = session.task
+        if session.ending or session.superseded:  # what still ran for it is no part of any try
+            raise ended(session.id)
         if task is None:
             await self.interrupted_plain(interruption)
             return
@@ -220,7 +205,7 @@ class Trajectories:
                 session.superseded = True
                 raise _superseded(session) from error
             except BusError as error:
-                raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
+                raise _journal_away(error) from error
 
     async def interrupted_plain(self, interruption: Interruption) -> None:
         """The same for a request outside of any trajectory, so that a run can be checked. Losing it costs no client anything."""
@@ -277,67 +262,93 @@ class Trajectories:
             result = session.result(status, reward)
             try:
                 if session.task is not None:
-                    await self._write_end(session, session.task, result)
+                    result = await self._write_end(session, session.task, result)
             except WrongLastSequence as error:
                 session.superseded = True
                 self.book.close(session, session.result("abandoned", None, "superseded"))
-                await self._done(session, self._config.ack_wait_s)
+                await self._tasks.done(session.id, self._config.ack_wait_s)
                 raise _superseded(session) from error
             except BusError as error:
                 # Some records may be stored: no turn can be added any more, the reward can be posted again.
-                raise ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1) from error
+                raise _journal_away(error) from error
             self.book.close(session, result)
-        await self._done(session, None)
+        await self._tasks.done(session.id, None)
         return result
 
     async def abandon(self, session: Session, reason: str) -> Result:
-        """End a session without a reward: its task is tried again, by whoever takes it."""
+        """End a session without a reward: its task is tried again, by whoever takes it. Raises ApiError."""
         async with self._lock(session):
             known = self.book.result(session.id)
             if known is not None:
                 return known
             session.ending = True
+            self._end_turns(session)
             result = session.result("abandoned", None, reason)
             again_s = self._config.ack_wait_s if session.superseded else None
             try:
                 if session.task is not None and not session.superseded:
                     result = await self._end_given_up(session, session.task, result)
             except BusError as error:
+                if session.journal and not isinstance(error, WrongLastSequence):
+                    raise _journal_away(error) from error  # its reward may be stored: it can be asked again
                 log.warning(f"{session.trajectory}: {error}", action="abandon_lost")
                 again_s = RETRY_S
             self.book.close(session, result)
         log.info(f"session {session.id} {result.status}: {reason}", action="session_abandoned")
-        await self._done(session, again_s)
+        await self._tasks.done(session.id, again_s)
         return result
 
     async def _supersede(self, session: Session) -> None:
         """Its task is taken up anew, by a caller who holds it: as if another process had taken it."""
+        own = None
         async with self._lock(session):
             if self.book.result(session.id) is None:
-                session.superseded = True
-                self.book.close(session, session.result("abandoned", None, "its task was given again"))
-        await self._done(session, self._config.ack_wait_s)
+                try:
+                    own = await self._own_end(session)
+                except BusError as error:
+                    raise _journal_away(error) from error
+                session.superseded = own is None
+                session.ending = True
+                self._end_turns(session)
+                self.book.close(session, own or session.result("abandoned", None, "its task was given again"))
+        await self._tasks.done(session.id, self._config.ack_wait_s if own is None else None)
 
-    async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> None:
+    async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> Result:
+        """`result`, unless it had been rewarded otherwise and only the answer was lost."""
         if not session.written:  # posted again, it goes on where it stopped
             session.written = session.records(self._clock())
         for record in session.written[len(session.journal) :]:
             await self._write(session, record)
             session.journal.append(session.journal_seq)
-        await self._publish_end(task, end_of(task, result, session.written, session.journal))
+        try:
+            await self._publish_end(task, end_of(task, result, session.written, session.journal))
+        except WrongLastSequence:
+            own = await self._own_end(session)
+            if own is None:
+                raise
+            return own
+        return result
 
     async def _end_given_up(self, session: Session, task: RolloutTask, result: Result) -> Result:
         """End it as failed. `result`, unless its reward had been stored and only the answer was lost."""
         try:
             await self._end_failed(task, result.reason)
         except WrongLastSequence:
-            _, known = await self._last_end(task)
-            if known is None or known.retry != task.retry or not session.journal:
+            own = await self._own_end(session)
+            if own is None:
                 raise
-            if known.journal != tuple(session.journal):
-                raise
-            return session.result(known.status, known.reward)
+            return own
         return result
+
+    async def _own_end(self, session: Session) -> Result | None:
+        """How its trajectory has ended, if it was this session that ended it."""
+        task = session.task
+        if task is None or not session.journal:
+            return None
+        _, known = await self._last_end(task)
+        if known is None or known.retry != task.retry or known.journal != tuple(session.journal):
+            return None
+        return session.result(known.status, known.reward)
 
     async def _end_failed(self, task: RolloutTask, reason: str) -> None:
         result = Session(id="", secret=b"", holding="", task=task, opened_ms=0, touched_ms=0).result(
@@ -361,7 +372,7 @@ class Trajectories:
         await self._bus.publish_durable(
             subject_of(self._config.job, end),
             encode(end),
-            msg_id=f"{message_id(end)}:{end.status}:{self._instance}",
+            msg_id=f"{message_id(end)}:{end.status}:{end.reward!r}:{self._instance}",
             expected_last_on_subject=last_seq,
         )
 
@@ -391,35 +402,6 @@ class Trajectories:
             )
             session.unsure = None
 
-    async def _done(self, session: Session, again_s: float | None) -> None:
-        delivery = self._held.pop(session.id, None)
-        if delivery is not None:
-            await self._give_back(delivery, again_s)
-
-    async def _give_back(self, delivery: Delivery, again_s: float | None) -> None:
-        """Acknowledge, or have it delivered again after `again_s`."""
-        consumer = self._consumer
-        assert consumer is not None
-        try:
-            if again_s is None:
-                await consumer.ack(delivery)
-            else:
-                await consumer.nak(delivery, again_s)
-        except BusError as error:  # it is delivered again, and found ended
-            log.warning(str(error), action="ack_lost")
-
-    async def _refuse(self, consumer: Consumer, delivery: Delivery, reason: str) -> None:
-        letter = dead_letter("gateway", delivery.subject, delivery.data, reason, delivery.seq)
-        try:
-            await self._bus.publish_durable(
-                subject_of(self._config.job, letter),
-                encode(letter),
-                msg_id=f"gateway:{delivery.subject}:{delivery.seq}",
-            )
-            await consumer.term(delivery)
-        except BusError as error:
-            log.warning(str(error), action="dead_letter_lost")
-
     # --- time
 
     async def keep(self) -> None:
@@ -432,24 +414,15 @@ class Trajectories:
         """What `keep` does, once."""
         now = self._clock()
         for session in self.book.idle(now, self._config.session_idle_ms):
-            await self.abandon(session, f"nobody talked to its session for {(now - session.touched_ms) / 1000:g} s")
-        if now - self._progress_ms >= self._config.ack_wait_s * 1000 / PROGRESS_SHARE and self._consumer is not None:
-            self._progress_ms = now
-            for delivery in list(self._held.values()):
-                try:
-                    await self._consumer.progress(delivery)
-                except BusError as error:
-                    log.warning(str(error), action="progress_lost")
-                    break
+            try:
+                await self.abandon(session, f"nobody talked to its session for {(now - session.touched_ms) / 1000:g} s")
+            except ApiError as error:
+                log.warning(f"{session.trajectory}: {error}", action="abandon_later")
+        await self._tasks.keep(now)
 
     async def stop(self) -> None:
         """Give every task back: another process begins them anew."""
-        for session in self.book.all():
-            delivery = self._held.pop(session.id, None)
-            if delivery is not None:
-                await self._give_back(delivery, 0.0)
-        if self._consumer is not None:
-            await self._consumer.stop()
+        await self._tasks.stop()
 
     def _lock(self, session: Session) -> asyncio.Lock:
         return self._locks.setdefault(session.id, asyncio.Lock())
@@ -466,6 +439,10 @@ def _interrupted(trajectory: TrajectoryId, retry: int, interruption: Interruptio
         received=interruption.received,
         cause=interruption.cause,
     )
+
+
+def _journal_away(error: BusError) -> ApiError:
+    return ApiError(503, f"the journal is away: {error}", code="no_bus", retry_after_s=1)
 
 
 def _superseded(session: Session) -> ApiError:

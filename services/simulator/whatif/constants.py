@@ -35,7 +35,7 @@ def constants(hardware: Hardware, settings: Settings) -> list[tuple[str, str]]:
 
 
 def changed(inputs: Inputs, name: str, factor: float) -> Inputs:
-    """The inputs with constant `name` times `factor`; as they are for "". Raises KeyError for a name that `constants` does not give."""
+    """The inputs with constant `name` times `factor`, or as near to it as can run; as they are for "". Raises KeyError for a name that `constants` does not give."""
     hardware, workload, settings = inputs
     if not name:
         return inputs
@@ -53,7 +53,7 @@ def changed(inputs: Inputs, name: str, factor: float) -> Inputs:
     if name == "settings.train_s":
         return hardware, workload, msgspec.structs.replace(settings, train_s=settings.train_s * factor)
     if name == "kv_capacity_tokens":
-        tokens = max(1, round(hardware.kv_capacity_tokens * factor))
+        tokens = max(settings.max_context_tokens, round(hardware.kv_capacity_tokens * factor))  # less: it cannot run
         return msgspec.structs.replace(hardware, kv_capacity_tokens=tokens), workload, settings
     value = getattr(hardware, name, None)
     match value:
