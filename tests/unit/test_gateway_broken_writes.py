@@ -333,7 +333,7 @@ async def test_a_task_that_others_end_and_end_is_left_to_them(monkeypatch: pytes
             looked += 1
             raise WrongLastSequence("another's end was first")
 
-        monkeypatch.setattr(world.gateway.trajectories, "_begun", met)
+        monkeypatch.setattr(world.gateway.trajectories, "_take_up_once", met)
         answer = await world.post("/v1/sessions", {"wait_s": 1}, status=503)
         assert "another process is ending b3-g0-m0" in answer["error"]["message"] and looked == LOOKS
         assert await world.left() == ["b3-g0-m0"]

@@ -128,14 +128,14 @@ class Trajectories:
         """A session of a task; None if this try of it has ended, or had to be ended here. Raises ApiError."""
         for _ in range(LOOKS):
             try:
-                return await self._begun(task)
+                return await self._take_up_once(task)
             except WrongLastSequence:  # its gateway had not died, or an earlier try's end came late
                 continue
             except BusError as error:
                 raise _journal_away(error) from error
         raise ApiError(503, f"another process is ending {task.trajectory}: ask again", code="no_bus", retry_after_s=1)
 
-    async def _begun(self, task: RolloutTask) -> Session | None:
+    async def _take_up_once(self, task: RolloutTask) -> Session | None:
         """The same. Raises WrongLastSequence where the end that it wrote met another, BusError, ApiError."""
         stream = stream_of(self._config.job, TurnFinished)
         assert stream is not None
