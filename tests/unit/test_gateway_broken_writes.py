@@ -218,46 +218,47 @@ async def test_what_runs_for_a_session_that_is_given_up_ends_and_disturbs_no_oth
         assert not world.gateway.trajectories._locks
 
 
+async def half_written(world: World, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> tuple[Session, Trajectories]:
+    """A session whose turns are stored and whose end is not; and another gateway's trajectories."""
+    await world.give(task_of(**changes))
+    path, header = await opened(world)
+    await talk(world, header)
+    fail(monkeypatch, bus_of(world), lambda subject: ".ev." in subject)
+    await world.post(f"{path}/reward", {"reward": 1.0}, status=503, **header)
+    monkeypatch.undo()
+    session = world.gateway.trajectories.book.find(path.rpartition("/")[2])
+    return session, Trajectories(world.config, world.broker.connect(), "gw11111111", world.clock)
+
+
+async def assert_it_takes_the_next(world: World, other: Trajectories) -> None:
+    """The half written task comes to the other gateway, and one more: a session of that is what its client gets."""
+    world.clock.advance(60_000)
+    await world.give(task_of("b3-g0-m1"))
+    try:
+        assert (await other.open(train=True, wait_s=1, task=None)).trajectory == "b3-g0-m1"
+    finally:
+        await other.stop()
+
+
 async def test_a_slow_gateways_end_is_not_a_failure_of_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     """It writes its trajectory's end while another is about to end that half written try as failed."""
     async with World(hello) as world:
-        await world.give(task_of())
-        path, header = await opened(world)
-        await talk(world, header)
-        slow = world.gateway.trajectories
-        session = slow.book.find(path.rpartition("/")[2])
-        fail(monkeypatch, bus_of(world), lambda subject: ".ev." in subject)
-        await world.post(f"{path}/reward", {"reward": 1.0}, status=503, **header)
-        monkeypatch.undo()
-        other = Trajectories(world.config, world.broker.connect(), "gw11111111", world.clock)
+        session, other = await half_written(world, monkeypatch)
         end_failed = other._end_failed
 
         async def late(task: Any, reason: str) -> None:
-            await slow.reward(session, 1.0, "completed")
+            await world.gateway.trajectories.reward(session, 1.0, "completed")
             await end_failed(task, reason)
 
         monkeypatch.setattr(other, "_end_failed", late)
-        world.clock.advance(60_000)
-        await world.give(task_of("b3-g0-m1"))
-        try:
-            assert (await other.open(train=True, wait_s=1, task=None)).trajectory == "b3-g0-m1"
-        finally:
-            await other.stop()
+        await assert_it_takes_the_next(world, other)
         assert [end.status for end in await world.ends()] == ["completed"]
 
 
 async def test_an_earlier_trys_end_that_comes_late_ends_no_other_try(monkeypatch: pytest.MonkeyPatch) -> None:
     """The try itself was left half written: it ends as failed, after the other's end."""
     async with World(hello) as world:
-        await world.give(task_of(retry=1))
-        path, header = await opened(world)
-        await talk(world, header)
-        trajectories = world.gateway.trajectories
-        session = trajectories.book.find(path.rpartition("/")[2])
-        fail(monkeypatch, bus_of(world), lambda subject: ".ev." in subject)
-        await world.post(f"{path}/reward", {"reward": 1.0}, status=503, **header)
-        monkeypatch.undo()
-        other = Trajectories(world.config, world.broker.connect(), "gw11111111", world.clock)
+        session, other = await half_written(world, monkeypatch, retry=1)
         last_end, looked = other._last_end, 0
 
         async def looked_too_early(task: Any) -> Any:
@@ -267,16 +268,12 @@ async def test_an_earlier_trys_end_that_comes_late_ends_no_other_try(monkeypatch
             if looked == 2:
                 first = task_of()
                 failed = Session(id="", secret=b"", holding="", task=first, opened_ms=0, touched_ms=0)
-                await trajectories._publish_end(first, end_of(first, failed.result("abandoned", None), (), ()))
+                end = end_of(first, failed.result("abandoned", None), (), ())
+                await world.gateway.trajectories._publish_end(first, end)
             return found
 
         monkeypatch.setattr(other, "_last_end", looked_too_early)
-        world.clock.advance(60_000)
-        await world.give(task_of("b3-g0-m1"))
-        try:
-            assert (await other.open(train=True, wait_s=1, task=None)).trajectory == "b3-g0-m1"
-        finally:
-            await other.stop()
+        await assert_it_takes_the_next(world, other)
         assert session.task is not None
         assert [(end.retry, end.status) for end in await world.ends()] == [(0, "failed"), (1, "failed")]
 

@@ -190,17 +190,14 @@ class Trajectories:
     async def interrupted(self, session: Session, interruption: Interruption) -> None:
         """Journal it before the request goes on."""
         task = session.task
-        if session.ending or session.superseded:  # what still ran for it is no part of any try
-            raise ended(session.id)
-        if task is None:
-            await self.interrupted_plain(interruption)
-            return
-        record = _interrupted(task.trajectory, task.retry, interruption)
         async with self._lock(session):
             if session.ending or session.superseded:  # what still ran for it is no part of any try
                 raise ended(session.id)
+            if task is None:
+                await self.interrupted_plain(interruption)
+                return
             try:
-                await self._write(session, record)
+                await self._write(session, _interrupted(task.trajectory, task.retry, interruption))
             except WrongLastSequence as error:
                 session.superseded = True
                 raise _superseded(session) from error
@@ -287,7 +284,7 @@ class Trajectories:
             again_s = self._config.ack_wait_s if session.superseded else None
             try:
                 if session.task is not None and not session.superseded:
-                    result = await self._end_given_up(session, session.task, result)
+                    result = await self._end(session, session.task, end_of(session.task, result, (), ()), result)
             except BusError as error:
                 if session.journal and not isinstance(error, WrongLastSequence):
                     raise _journal_away(error) from error  # its reward may be stored: it can be asked again
@@ -314,25 +311,18 @@ class Trajectories:
         await self._tasks.done(session.id, self._config.ack_wait_s if own is None else None)
 
     async def _write_end(self, session: Session, task: RolloutTask, result: Result) -> Result:
-        """`result`, unless it had been rewarded otherwise and only the answer was lost."""
+        """The records, then the end; returns as `_end` does."""
         if not session.written:  # posted again, it goes on where it stopped
             session.written = session.records(self._clock())
         for record in session.written[len(session.journal) :]:
             await self._write(session, record)
             session.journal.append(session.journal_seq)
-        try:
-            await self._publish_end(task, end_of(task, result, session.written, session.journal))
-        except WrongLastSequence:
-            own = await self._own_end(session)
-            if own is None:
-                raise
-            return own
-        return result
+        return await self._end(session, task, end_of(task, result, session.written, session.journal), result)
 
-    async def _end_given_up(self, session: Session, task: RolloutTask, result: Result) -> Result:
-        """End it as failed. `result`, unless its reward had been stored and only the answer was lost."""
+    async def _end(self, session: Session, task: RolloutTask, end: TrajectoryCompleted, result: Result) -> Result:
+        """Publish it. `result`, unless the session had been rewarded otherwise and only the answer was lost."""
         try:
-            await self._end_failed(task, result.reason)
+            await self._publish_end(task, end)
         except WrongLastSequence:
             own = await self._own_end(session)
             if own is None:
