@@ -14,19 +14,18 @@ import secrets
 from typing import Final
 
 from messages.agent import RolloutTask
-from messages.envelope import UndecodableMessage, encode
-from messages.subjects import decode_on, stream_of, subject_of
+from messages.envelope import UndecodableMessage
+from messages.subjects import decode_on, stream_of
 from pearl_state.watch import Replica
 from services.agent.config import PROGRESS_SHARE, Config
 from services.agent.episode import Episode, SupersededError
 from services.connect import connect
 from services.edge.request import RequestEdge
-from services.edge.tasks import problem_of_task
+from services.edge.tasks import problem_of_task, refuse
 from services.environments.loading import environment_factory, load_tokenizer
 from services.jobfile import JobFile
 from services.replica import replica_of
 from services.runtime.bus import Bus, BusError, Consumer, Delivery
-from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 FETCH_S: Final = 1.0
@@ -100,11 +99,11 @@ class Agent:
         try:
             task = decode_on(self.config.job, delivery.subject, delivery.data, RolloutTask)
         except UndecodableMessage as error:
-            await self._refuse(consumer, delivery, error.reason)
+            await refuse(self._bus, consumer, self.config.job, "agent", delivery, error.reason)
             return
         problem = problem_of_task(task, self.config.newest_version)
         if problem:
-            await self._refuse(consumer, delivery, problem)
+            await refuse(self._bus, consumer, self.config.job, "agent", delivery, problem)
             return
         key = (task.trajectory, task.retry)
         held = self._held.get(key)
@@ -157,17 +156,6 @@ class Agent:
                 except BusError as error:
                     log.warning(str(error), action="progress_lost")
                     break
-
-    async def _refuse(self, consumer: Consumer, delivery: Delivery, reason: str) -> None:
-        letter = dead_letter("agent", delivery.subject, delivery.data, reason, delivery.seq)
-        log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
-        try:
-            await self._bus.publish_durable(
-                subject_of(self.config.job, letter), encode(letter), msg_id=f"agent:{delivery.subject}:{delivery.seq}"
-            )
-            await consumer.term(delivery)
-        except BusError as error:
-            log.warning(str(error), action="dead_letter_lost")
 
 
 async def serve(job: JobFile, stop: asyncio.Event, index: int = 0) -> None:

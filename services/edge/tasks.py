@@ -1,12 +1,15 @@
-"""What makes a readable rollout task senseless: the same for whoever takes one. Pure."""
+"""What makes a readable rollout task senseless, and where one goes that is refused: the same for whoever takes one."""
 
 from __future__ import annotations
 
 import math
 
 from messages.agent import RolloutTask
-from messages.envelope import brief
-from messages.subjects import TOKEN
+from messages.envelope import brief, encode
+from messages.subjects import TOKEN, subject_of
+from services.runtime.bus import Bus, BusError, Consumer, Delivery
+from services.runtime.dead_letters import dead_letter
+from services.runtime.log import get_logger
 
 
 def problem_of_task(task: RolloutTask, newest_version: int) -> str:
@@ -20,3 +23,17 @@ def problem_of_task(task: RolloutTask, newest_version: int) -> str:
     if not (math.isfinite(task.temperature) and task.temperature >= 0):
         return f"temperature {task.temperature} is not a finite number from 0"
     return ""
+
+
+async def refuse(bus: Bus, consumer: Consumer, job: str, receiver: str, delivery: Delivery, reason: str) -> None:
+    """Keep it as a dead letter, then have it delivered no more. Comes again by itself where the broker is away."""
+    log = get_logger(receiver)
+    letter = dead_letter(receiver, delivery.subject, delivery.data, reason, delivery.seq)
+    log.warning(f"dead-lettered a message on {letter.subject}: {letter.reason}", action="dead_letter")
+    try:
+        await bus.publish_durable(
+            subject_of(job, letter), encode(letter), msg_id=f"{receiver}:{delivery.subject}:{delivery.seq}"
+        )
+        await consumer.term(delivery)
+    except BusError as error:
+        log.warning(str(error), action="dead_letter_lost")

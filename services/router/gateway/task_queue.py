@@ -10,12 +10,11 @@ import asyncio
 from typing import Final
 
 from messages.agent import RolloutTask
-from messages.envelope import UndecodableMessage, encode
-from messages.subjects import decode_on, stream_of, subject_of
-from services.edge.tasks import problem_of_task
+from messages.envelope import UndecodableMessage
+from messages.subjects import decode_on, stream_of
+from services.edge.tasks import problem_of_task, refuse
 from services.router.gateway.config import Config
 from services.runtime.bus import Bus, BusError, Consumer, Delivery
-from services.runtime.dead_letters import dead_letter
 from services.runtime.log import get_logger
 
 PROGRESS_SHARE: Final = 3
@@ -59,7 +58,7 @@ class TaskQueue:
                 problem = problem_of_task(task, self._config.newest_version)
                 if not problem:
                     return delivery, task
-            await self._refuse(self._consumer, delivery, problem)
+            await refuse(self._bus, self._consumer, self._config.job, "gateway", delivery, problem)
 
     def hold(self, session: str, delivery: Delivery) -> None:
         """The session plays it; a newer delivery of the same task takes the older one's place."""
@@ -100,18 +99,6 @@ class TaskQueue:
             await self.done(session, 0.0)
         if self._consumer is not None:
             await self._consumer.stop()
-
-    async def _refuse(self, consumer: Consumer, delivery: Delivery, reason: str) -> None:
-        letter = dead_letter("gateway", delivery.subject, delivery.data, reason, delivery.seq)
-        try:
-            await self._bus.publish_durable(
-                subject_of(self._config.job, letter),
-                encode(letter),
-                msg_id=f"gateway:{delivery.subject}:{delivery.seq}",
-            )
-            await consumer.term(delivery)
-        except BusError as error:
-            log.warning(str(error), action="dead_letter_lost")
 
 
 async def _fetch_one(consumer: Consumer, wait_s: float) -> list[Delivery]:
